@@ -1,0 +1,1 @@
+"""Low-precision training in one graph."""

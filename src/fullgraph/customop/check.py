@@ -1,0 +1,206 @@
+"""`CustomOp.check`: everything that can be wrong with an op, tried on one example, on any device.
+
+- opcheck: torch's five tests of schema, autograd registration, fake tensors and AOT dispatch;
+- plan against real results, forward and backward (`verify.py`);
+- the CUDA-graph lint: no device synchronisation, no result that shares memory with an input, nothing that an op
+  keeps alive behind the caller's back on its first call.
+
+The lint sees torch ops. What a kernel does below the dispatcher only a run on the device shows.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullgraph.customop import verify
+from fullgraph.customop.fields import FieldKind
+from fullgraph.customop.op import CustomOp
+from fullgraph.customop.structured import StructuredTensor, flatten
+from fullgraph.errors import CompileError
+
+OPCHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+    "test_aot_dispatch_dynamic",
+)
+
+SYNCHRONISING = frozenset(
+    {
+        "aten::_local_scalar_dense",
+        "aten::item",
+        "aten::is_nonzero",
+        "aten::nonzero",
+        "aten::equal",
+        "aten::masked_select",
+        "aten::_unique2",
+        "aten::unique_dim",
+        "aten::unique_consecutive",
+        "aten::repeat_interleave",
+    }
+)
+"""Ops that make the host wait for the device, or whose output shape depends on data."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes synchronising ops and every tensor that is made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.synchronising: list[str] = []
+        self.made: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name
+        copies_to_host = name == "aten::_to_copy" and _leaves_device(args[0], kwargs or {})
+        if name in SYNCHRONISING or copies_to_host:
+            self.synchronising.append(name)
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.made.append((name, weakref.ref(value)))
+        return result
+
+
+def _leaves_device(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    target = kwargs.get("device")
+    return target is not None and tensor.device.type != "cpu" and torch.device(target).type == "cpu"
+
+
+def cuda_graph_lint(function: Callable[..., Any], *inputs: Any) -> None:
+    """Raise if a function could not be captured in a CUDA graph, as far as its torch ops show.
+
+    Args:
+        function: called once with `inputs`.
+        *inputs: tensors and anything else.
+
+    Raises:
+        CompileError: a synchronisation, a result that aliases an input or another result, or a tensor that outlives
+            the call without being a result.
+    """
+    recorder = _Recorder()
+    name = getattr(function, "__name__", str(function))
+    with recorder:
+        result = function(*inputs)
+    if recorder.synchronising:
+        raise CompileError(
+            f"{name}: not capturable, it calls {', '.join(dict.fromkeys(recorder.synchronising))}",
+            why="the host would wait for the device, or a shape would depend on data",
+            do="keep the value in a tensor",
+        )
+    results = [t for t in _tensors(result) if t.numel()]
+    owners = {t.untyped_storage()._cdata: "an input" for t in _tensors(inputs) if t.numel()}
+    for index, tensor in enumerate(results):
+        storage = tensor.untyped_storage()._cdata
+        if storage in owners:
+            raise CompileError(
+                f"{name}: result {index} shares memory with {owners[storage]}",
+                why="graph replays would write into memory that the caller owns",
+                do="return a copy",
+            )
+        owners[storage] = f"result {index}"
+    gc.collect()
+    kept = [
+        op for op, ref in recorder.made if (t := ref()) is not None and not _in_storage(t, owners)
+    ]
+    if kept:
+        raise CompileError(
+            f"{name}: keeps tensors alive after the call, made by {', '.join(dict.fromkeys(kept))}",
+            why="what a first call allocates and caches would live in the memory pool of the graph",
+            do="make constants before the first trace and pass them in",
+        )
+
+
+def _in_storage(tensor: torch.Tensor, owners: dict[int, str]) -> bool:
+    return tensor.numel() == 0 or tensor.untyped_storage()._cdata in owners
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, StructuredTensor):
+        return flatten(value)
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in _tensors(item)]
+    return []
+
+
+def check(op: CustomOp, arguments: Any) -> None:
+    """See `CustomOp.check`."""
+    tensors = [getattr(arguments, name) for name in op._tensor_names]
+    dyn = [getattr(arguments, name) for name in op._dyn_names]
+    token = op.encode(**{name: getattr(arguments, name) for name in op._value_names})
+    with verify.verify_plans():
+        recorded = _record_lean_calls(op, token, dyn, tensors)
+        if not any(isinstance(t, StructuredTensor) for t in tensors):
+            _opcheck(op.front_op, (token, dyn, [], *tensors), OPCHECKS)
+        for overload, args in recorded:
+            _opcheck(overload, args, tuple(t for t in OPCHECKS if t != "test_autograd_registration"))
+            _lint(overload, args)
+
+
+def _record_lean_calls(
+    op: CustomOp, token: str, dyn: list[Any], tensors: list[Any]
+) -> list[tuple[Any, tuple]]:
+    """Run forward and backward on copies and note how each lean op was called."""
+    calls: list[tuple[Any, tuple]] = []
+    wanted = {*op.fwd_ops, *op.bwd_ops}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func in wanted:
+                calls.append((func, _detached(args)))
+            return func(*args, **(kwargs or {}))
+
+    gradients = set(op._gradients)
+    copies = [
+        None
+        if t is None
+        else t.detach().clone().requires_grad_(t.requires_grad and name in gradients)
+        for name, t in zip(op._tensor_names, tensors, strict=True)
+    ]
+    with Watch():
+        outputs = op.apply(token, tuple(dyn), copies)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        differentiable = [o for o in outputs if o is not None and o.requires_grad]
+        if differentiable:
+            torch.autograd.backward(
+                differentiable,
+                [torch.ones(o.shape, dtype=o.dtype, device=o.device) for o in differentiable],
+            )
+    return calls
+
+
+def _detached(args: tuple) -> tuple:
+    copy = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), args)
+    return tuple(copy)
+
+
+def _opcheck(overload: Any, args: tuple, tests: tuple[str, ...]) -> None:
+    results = torch.library.opcheck(overload, args, test_utils=tests, raise_exception=False)
+    failed = {test: outcome for test, outcome in results.items() if outcome != "SUCCESS"}
+    if failed:
+        test, outcome = next(iter(failed.items()))
+        raise CompileError(
+            f"{overload}: opcheck {test} failed: {outcome}",
+            why="torch.compile relies on what this test checks",
+            do="see torch.library.opcheck for what it means",
+        )
+
+
+def _lint(overload: Any, args: tuple) -> None:
+    cuda_graph_lint(overload, *args)
+
+
+__all__ = ["FieldKind", "check", "cuda_graph_lint"]

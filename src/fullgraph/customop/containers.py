@@ -1,0 +1,104 @@
+"""Changing the form of a structured tensor, differentiably: decode it, or take it apart and back.
+
+All are ops of their own rather than bare `autograd.Function`s, which AOTAutograd's cache would refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullgraph.customop.lean import TAGS
+from fullgraph.customop.op import _LIBRARIES, STRAIGHT_THROUGH, define
+from fullgraph.customop.plan import Pass, Plan, TensorSpec
+from fullgraph.customop.structured import (
+    FRONTS,
+    StructuredTensor,
+    device_of,
+    flatten,
+    map_parts,
+    wrap,
+)
+
+
+@dataclasses.dataclass
+class DecodeArguments:
+    """Arguments of the decoding op: one structured tensor."""
+
+    x: Tensor
+
+
+def _plan_decode(a: DecodeArguments) -> Plan:
+    return Plan({"output": TensorSpec(tuple(a.x.shape), a.x.dtype, device_of(a.x))})
+
+
+def _decode(plan: Plan, a: Any) -> dict[str, Tensor]:
+    return {"output": a.x.decode()}
+
+
+decode_op = define(
+    "fullgraph::decode",
+    forward=Pass(DecodeArguments, _plan_decode, _decode),
+    backward=STRAIGHT_THROUGH,
+    gradients=("x",),
+)
+
+
+def decode(x: StructuredTensor) -> Tensor:
+    """The logical tensor of a structured one as a plain tensor; one node, gradient passed straight through."""
+    return decode_op(DecodeArguments(x))
+
+
+@dataclasses.dataclass
+class Container:
+    """A structured tensor taken apart, to leave a compiled region without the tangent shim.
+
+    Args:
+        anchor: the differentiable stand-in, logical dtype and shape, one element of memory.
+        parts: the components and static fields.
+    """
+
+    anchor: Tensor
+    parts: Any
+
+    def unpack(self) -> StructuredTensor:
+        """The structured tensor again; its gradient flows to the anchor."""
+        return _Unpack.apply(self.anchor, self.parts)
+
+    def decode(self) -> Tensor:
+        """The logical tensor as a plain one, differentiable."""
+        return self.unpack().decode()
+
+
+def to_container(x: StructuredTensor) -> Container:
+    """Take a structured tensor apart; works inside a compiled region."""
+    anchor = torch.ops.fullgraph.anchor(x) if torch.compiler.is_compiling() else _Anchor.apply(x)
+    return Container(anchor, x.parts)
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: StructuredTensor) -> Tensor:
+        return flatten(x)[0].new_zeros((), dtype=x.dtype).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, parts: Any) -> StructuredTensor:
+        return wrap(map_parts(torch.detach, parts))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+_LIBRARIES["fullgraph"].define("anchor(Tensor x) -> Tensor", tags=TAGS)
+_LIBRARIES["fullgraph"].impl("anchor", _Anchor.apply, "CompositeImplicitAutograd")
+FRONTS[torch.ops.fullgraph.anchor.default] = _Anchor.apply

@@ -1,0 +1,186 @@
+"""Number formats as data, and the orientation of a quantized copy.
+
+A format is one small record (``FormatSpec``); its largest value, its NaN code, its dtype and so
+on are derived from the record, so no such number is written down anywhere else in the package.
+How a tensor is cast to a format is the business of ``fullgraph.reference`` (the oracle) and
+``fullgraph.kernels`` (its GPU twin).
+
+Sources: E4M3 and E5M2 as in "FP8 Formats for Deep Learning" (Micikevicius et al., 2022,
+arXiv:2209.05433); E2M1 and E8M0 as in the OCP Microscaling Formats (MX) specification 1.0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class FormatSpec:
+    """The bits of a number format, from which everything else follows.
+
+    Args:
+        exponent_bits: width of the exponent field.
+        mantissa_bits: width of the mantissa field; 0 means powers of two only, without a zero.
+        bias: subtracted from the exponent field; field 0 holds the subnormals, if there are any.
+        has_inf: the largest exponent is reserved for infinity and NaN, as in IEEE 754.
+        has_nan: there is a NaN; without infinity it is the all-ones code alone.
+        is_signed: one more bit, the highest, is the sign.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    has_inf: bool = False
+    has_nan: bool = True
+    is_signed: bool = True
+
+
+class Format(enum.Enum):
+    """A number format of eight bits or fewer.
+
+    ========  =====  =====  =====  ==========  =============  ==================
+    member    bits   bias   max    min normal  min subnormal  specials
+    ========  =====  =====  =====  ==========  =============  ==================
+    E4M3      1-4-3  7      448    2^-6        2^-9           NaN 0x7F, no inf
+    E5M2      1-5-2  15     57344  2^-14       2^-16          inf 0x7C, NaN 0x7F
+    E2M1      1-2-1  1      6      1           0.5            none
+    E8M0      0-8-0  127    2^127  2^-127      none           NaN 0xFF, no zero
+    ========  =====  =====  =====  ==========  =============  ==================
+
+    Example:
+        >>> Format.E4M3.max, Format.E5M2.dtype
+        (448.0, torch.float8_e5m2)
+    """
+
+    E4M3 = FormatSpec(exponent_bits=4, mantissa_bits=3, bias=7)
+    E5M2 = FormatSpec(exponent_bits=5, mantissa_bits=2, bias=15, has_inf=True)
+    E2M1 = FormatSpec(exponent_bits=2, mantissa_bits=1, bias=1, has_nan=False)
+    E8M0 = FormatSpec(exponent_bits=8, mantissa_bits=0, bias=127, is_signed=False)
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code, the sign included."""
+        return self.value.exponent_bits + self.value.mantissa_bits + self.value.is_signed
+
+    @property
+    def codes_per_byte(self) -> int:
+        """Codes that share one byte: two for E2M1, the even element in the low nibble."""
+        return 8 // self.bits
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype of the payload.
+
+        E2M1 is ``torch.uint8``, two codes to a byte: torch's own packed type can be viewed but not
+        transposed, so its name is only put on at the GEMM call.
+        """
+        return _DTYPES[self.name]
+
+    @property
+    def has_subnormals(self) -> bool:
+        """Whether exponent field 0 means subnormals (and zero) rather than one more power."""
+        return self.value.mantissa_bits > 0
+
+    @property
+    def max_code(self) -> int:
+        """The code of ``max``."""
+        spec = self.value
+        if spec.has_inf:
+            return (((1 << spec.exponent_bits) - 1) << spec.mantissa_bits) - 1
+        return (1 << (spec.exponent_bits + spec.mantissa_bits)) - 1 - spec.has_nan
+
+    @property
+    def inf_code(self) -> int | None:
+        """The code of plus infinity, ``None`` where there is none."""
+        return self.max_code + 1 if self.value.has_inf else None
+
+    @property
+    def nan_code(self) -> int | None:
+        """The NaN that our casts write: all ones, sign clear. ``None`` where there is none."""
+        spec = self.value
+        return (1 << (spec.exponent_bits + spec.mantissa_bits)) - 1 if spec.has_nan else None
+
+    @property
+    def max(self) -> float:
+        """The largest finite value."""
+        return self.decode(self.max_code)
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest power of two in the format (``emax`` in the MX specification)."""
+        spec = self.value
+        return (self.max_code >> spec.mantissa_bits) - spec.bias
+
+    @property
+    def min_normal(self) -> float:
+        """The smallest positive value with full precision."""
+        return 2.0 ** (int(self.has_subnormals) - self.value.bias)
+
+    @property
+    def min_subnormal(self) -> float:
+        """The smallest positive value; equal to ``min_normal`` in E8M0, without subnormals."""
+        return self.min_normal * self.eps
+
+    @property
+    def eps(self) -> float:
+        """The distance from 1 to the next larger value."""
+        return 2.0**-self.value.mantissa_bits
+
+    def decode(self, code: int) -> float:
+        """The value of one code, as a Python float (exact).
+
+        Args:
+            code: 0 <= code < 2**bits; one unpacked code in the case of E2M1.
+
+        Example:
+            >>> [Format.E2M1.decode(code) for code in range(8)]
+            [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+        """
+        spec = self.value
+        magnitude_bits = spec.exponent_bits + spec.mantissa_bits
+        magnitude = code & ((1 << magnitude_bits) - 1)
+        sign = -1.0 if code >> magnitude_bits else 1.0
+        if magnitude > self.max_code:
+            return sign * float("inf") if magnitude == self.inf_code else float("nan")
+        exponent, fraction = divmod(magnitude, 1 << spec.mantissa_bits)
+        if exponent == 0 and self.has_subnormals:
+            return sign * fraction * self.min_subnormal
+        return sign * (1.0 + fraction * self.eps) * 2.0 ** (exponent - spec.bias)
+
+
+class Orientation(enum.Enum):
+    """Which copies of a quantized matrix [M, K] are made.
+
+    ROWWISE: [M, K], groups along K. COLUMNWISE: [K, M], the rowwise copy of the transpose, stored
+    as a physical transpose because 8-bit GEMMs read both operands along the contraction. BOTH: one
+    pass makes the two. It says nothing about granularity or about parallelism.
+    """
+
+    ROWWISE = "rowwise"
+    COLUMNWISE = "columnwise"
+    BOTH = "both"
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether the rowwise copy is made."""
+        return self is not Orientation.COLUMNWISE
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether the columnwise copy is made."""
+        return self is not Orientation.ROWWISE
+
+
+ROWWISE = Orientation.ROWWISE
+COLUMNWISE = Orientation.COLUMNWISE
+BOTH = Orientation.BOTH
+
+_DTYPES = {
+    "E4M3": torch.float8_e4m3fn,
+    "E5M2": torch.float8_e5m2,
+    "E2M1": torch.uint8,
+    "E8M0": torch.float8_e8m0fnu,
+}

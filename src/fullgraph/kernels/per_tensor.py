@@ -1,0 +1,252 @@
+"""One scale for a whole tensor, in Triton: amax, and the cast with its transpose in one pass.
+
+Bitwise equal to ``fullgraph.reference.per_tensor`` (tests/gpu/test_kernels.py); what the results
+mean is documented there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fullgraph.errors import ShapeError, describe
+from fullgraph.formats import ROWWISE, Format, Orientation
+from fullgraph.reference.per_tensor import largest_finite
+
+# 64 x 128 with 8 warps: the fastest of nine tiles tried for the cast of 8192 x 4096 up to
+# 14336 x 4096 bf16 with both copies on an H200 (2026-12): 3.0-3.4 of 4.1 TB/s.
+_TILE = (64, 128)
+_FLAT_TILE = (1, 8192)
+_NUM_WARPS = 8
+_TILES_PER_PROGRAM = 4  # of the amax kernel: fewer atomics, and still enough programs
+
+_FP8 = {"E4M3": tl.float8e4nv, "E5M2": tl.float8e5}
+_INF_BITS = tl.constexpr(0x7F800000)
+_NAN_BITS = tl.constexpr(0x7FC00000)
+_SIGN_AND_EXPONENT = tl.constexpr(-(1 << 23))
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor; see ``fullgraph.reference.amax``.
+
+    Numerics: the order of magnitudes is the order of their bit patterns as integers, with NaN on
+        top, so an integer maximum is exact, propagates NaN and does not depend on the order in
+        which programs finish.
+    """
+    bits = x.new_zeros((), dtype=torch.int32)
+    if x.numel() > 0:
+        _launch_amax(_as_matrix(x), bits)
+    return bits.view(torch.float32)
+
+
+def cast_per_tensor(
+    x: Tensor,
+    amax: Tensor,
+    format: Format,
+    *,
+    eps: float = 0.0,
+    power_of_two: bool = False,
+    orientation: Orientation = ROWWISE,
+    pad: int = 1,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Cast a matrix with one scale; see ``fullgraph.reference.cast_per_tensor``.
+
+    Reads x once and writes the bytes of both copies and ``scale_inv`` in one kernel.
+    """
+    if x.dim() != 2:
+        raise ShapeError(f"cast_per_tensor: a matrix is needed (x: {describe(x)})")
+    rows, columns = x.shape
+    padded_rows, padded_columns = _round_up(rows, pad), _round_up(columns, pad)
+    rowwise = columnwise = None
+    if orientation.rowwise:
+        rowwise = x.new_empty((padded_rows, padded_columns), dtype=torch.uint8)
+    if orientation.columnwise:
+        columnwise = x.new_empty((padded_columns, padded_rows), dtype=torch.uint8)
+    scale_inv = x.new_empty((), dtype=torch.float32)
+    tile_rows, tile_columns = _TILE
+    tiles_across = max(1, triton.cdiv(padded_columns, tile_columns))
+    tiles_down = max(1, triton.cdiv(padded_rows, tile_rows))
+    with torch.cuda.device_of(x):
+        _cast_kernel[(tiles_down * tiles_across,)](
+            x,
+            amax,
+            rowwise,
+            columnwise,
+            scale_inv,
+            rows,
+            columns,
+            padded_rows,
+            padded_columns,
+            *x.stride(),
+            tiles_across,
+            EPS=eps,
+            LARGEST=largest_finite(x.dtype),
+            POWER_OF_TWO=power_of_two,
+            FORMAT_MAX=format.max,
+            NAN_CODE=format.nan_code,
+            FP8=_FP8[format.name],
+            TILE_M=tile_rows,
+            TILE_K=tile_columns,
+            num_warps=_NUM_WARPS,
+        )
+    return rowwise, columnwise, scale_inv
+
+
+def _launch_amax(x: Tensor, bits: Tensor) -> None:
+    rows, columns = x.shape
+    tile_rows, tile_columns = _FLAT_TILE if rows == 1 else _TILE
+    tiles_across = triton.cdiv(columns, tile_columns)
+    num_tiles = triton.cdiv(rows, tile_rows) * tiles_across
+    # The stride of a lone row is never used, but as 0 it keeps the wide loads.
+    stride_row, stride_column = (0, x.stride(1)) if rows == 1 else x.stride()
+    with torch.cuda.device_of(x):
+        _amax_kernel[(triton.cdiv(num_tiles, _TILES_PER_PROGRAM),)](
+            x,
+            bits,
+            rows,
+            columns,
+            stride_row,
+            stride_column,
+            tiles_across,
+            NUM_TILES=_TILES_PER_PROGRAM,
+            TILE_M=tile_rows,
+            TILE_K=tile_columns,
+            num_warps=_NUM_WARPS,
+        )
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    """Any view with the same elements: one row if they lie densely, else [rows, columns]."""
+    if x.is_contiguous():
+        return x.view(1, -1)
+    if x.dim() == 2 and x.t().is_contiguous():
+        return x.t().view(1, -1)
+    return x.reshape(-1, x.shape[-1])
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@triton.jit
+def _amax_kernel(
+    x_ptr,
+    bits_ptr,  # int32 [], zero at the start: the bits of the largest magnitude
+    rows,
+    columns,
+    stride_row,
+    stride_column,
+    tiles_across,
+    NUM_TILES: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """One program reads NUM_TILES neighbouring tiles and ends with one atomic maximum.
+
+    Tiles after the last one are read as zeros.
+    """
+    largest = tl.zeros((TILE_M, TILE_K), tl.int32)
+    for i in range(NUM_TILES):
+        tile = tl.program_id(0) * NUM_TILES + i
+        m, k = _tile_indices(tile, tiles_across, TILE_M, TILE_K)
+        x = _load_float32(x_ptr, m, k, rows, columns, stride_row, stride_column)
+        largest = tl.maximum(largest, tl.abs(x).to(tl.int32, bitcast=True))
+    bits = tl.max(largest)
+    bits = tl.where(bits > _INF_BITS, _NAN_BITS, bits)
+    tl.atomic_max(bits_ptr, bits, sem="relaxed")
+
+
+@triton.jit
+def _cast_kernel(
+    x_ptr,
+    amax_ptr,
+    rowwise_ptr,  # uint8 [padded_rows, padded_columns], or None
+    columnwise_ptr,  # uint8 [padded_columns, padded_rows], or None
+    scale_inv_ptr,
+    rows,
+    columns,
+    padded_rows,
+    padded_columns,
+    stride_row,
+    stride_column,
+    tiles_across,
+    EPS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    FP8: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """One program casts one tile of the padded matrix; the first also stores scale_inv.
+
+    Bytes per element of bf16: 2 read, 1 written for each copy. Elements outside of x are read as
+    zeros, so the padding is written as zeros.
+    """
+    tile = tl.program_id(0)
+    scale = _scale_from_amax(tl.load(amax_ptr), EPS, LARGEST, POWER_OF_TWO, FORMAT_MAX)
+    if tile == 0:
+        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+    m, k = _tile_indices(tile, tiles_across, TILE_M, TILE_K)
+    x = _load_float32(x_ptr, m, k, rows, columns, stride_row, stride_column)
+    data = _encode(x * scale, FORMAT_MAX, NAN_CODE, FP8)
+    if rowwise_ptr is not None:
+        inside = (m[:, None] < padded_rows) & (k[None, :] < padded_columns)
+        tl.store(rowwise_ptr + m[:, None] * padded_columns + k[None, :], data, mask=inside)
+    if columnwise_ptr is not None:
+        # A trap: with Triton 3.6 on Hopper, kernels that store an fp8 tile and its transpose can
+        # get wrong transposed bytes, silently (triton-lang/triton#11111, pytorch/ao#4652; said to
+        # be a fault of ptxas before 13). Seen after SwiGLU arithmetic, never after a plain load
+        # as here; NaN-propagating minimum and maximum also provoke it, hence none in _encode.
+        # tests/gpu/test_kernels.py compares every transposed byte with its rowwise twin.
+        inside = (k[:, None] < padded_columns) & (m[None, :] < padded_rows)
+        transposed = tl.trans(data)
+        tl.store(columnwise_ptr + k[:, None] * padded_rows + m[None, :], transposed, mask=inside)
+
+
+@triton.jit
+def _tile_indices(tile, tiles_across, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    """Row and column indices of a tile, int64: a tensor may have more than 2**31 elements."""
+    m = (tile // tiles_across).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    k = (tile % tiles_across).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
+    return m, k
+
+
+@triton.jit
+def _load_float32(x_ptr, m, k, rows, columns, stride_row, stride_column):
+    """Load a tile of any strides as float32, zero outside of the matrix."""
+    inside = (m[:, None] < rows) & (k[None, :] < columns)
+    offsets = m[:, None] * stride_row + k[None, :] * stride_column
+    return tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scale_from_amax(
+    amax,
+    EPS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+):
+    """``fullgraph.reference.scale_from_amax``: the comparisons keep NaN, the division is exact."""
+    eps = tl.full((), EPS, tl.float32)
+    bounded = tl.where(amax < eps, eps, amax)
+    scale = tl.div_rn(tl.full((), FORMAT_MAX, tl.float32), bounded)
+    scale = tl.where(scale == float("inf"), LARGEST, scale)
+    usable = (bounded > 0.0) & (bounded < float("inf"))
+    scale = tl.where(usable, scale, 1.0)
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True) & _SIGN_AND_EXPONENT
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _encode(x, FORMAT_MAX: tl.constexpr, NAN_CODE: tl.constexpr, FP8: tl.constexpr):
+    """``fullgraph.reference.codes.encode``: float32 to uint8 codes, saturating, one NaN."""
+    clamped = tl.minimum(tl.maximum(x, -FORMAT_MAX), FORMAT_MAX)  # these turn NaN into a number
+    codes = clamped.to(FP8).to(tl.uint8, bitcast=True)
+    return tl.where(x != x, NAN_CODE, codes)
