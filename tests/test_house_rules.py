@@ -23,24 +23,34 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *PACKAGE.rglob("*.md")])
 CODE_AND_PROSE = [
     *PAGES,
-    *(
-        file
-        for pattern in ("dev", "*.toml", "*.yml", ".ci/run", "{}/**/*.py", ".pre-commit-config.yaml")
-        for folder in ("src", "tests", "benchmarks", "examples")
-        for file in ROOT.glob(pattern.format(folder))
-    ),
+    *(ROOT / name for name in ("dev", ".ci/run", ".pre-commit-config.yaml")),
+    *ROOT.glob("*.toml"),
+    *ROOT.glob("*.yml"),
+    *(p for f in ("src", "tests", "benchmarks", "examples") for p in ROOT.glob(f"{f}/**/*.py")),
 ]
 
-MODULE_LEVEL_NAMES = {name: getattr(fullgraph, name) for name in fullgraph.__all__}
-PUBLIC_MODULES = {n: v for n, v in MODULE_LEVEL_NAMES.items() if isinstance(v, types.ModuleType)}
-PUBLIC = {
-    **{n: v for n, v in MODULE_LEVEL_NAMES.items() if not isinstance(v, types.ModuleType)},
-    **{
-        f"{name}.{member}": getattr(module, member)
-        for name, module in PUBLIC_MODULES.items()
-        for member in getattr(module, "__all__", ())
-    },
-}
+
+def public_members(module):
+    """What a module offers: its `__all__`, or what of its names is defined in the package."""
+    ours = {n: str(getattr(v, "__module__", "")) for n, v in vars(module).items()}
+    names = getattr(module, "__all__", None) or [
+        name for name, home in ours.items() if home.startswith("fullgraph") and name[0] != "_"
+    ]
+    return {name: getattr(module, name) for name in names}
+
+
+def public_names():
+    """Dotted name to object, for the package and the modules that it exports."""
+    found = {}
+    for name, value in public_members(fullgraph).items():
+        if isinstance(value, types.ModuleType):
+            found |= {f"{name}.{n}": member for n, member in public_members(value).items()}
+        else:
+            found[name] = value
+    return found
+
+
+PUBLIC = public_names()
 DOCUMENTED = {
     name: value
     for name, value in PUBLIC.items()
@@ -125,8 +135,10 @@ def test_docstrings_have_their_parts(name):
     takes_arguments = any(
         p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()
     )
-    own_arguments = is_function or "__init__" in vars(value) or hasattr(value, "__dataclass_fields__")
-    if takes_arguments and own_arguments:
+    made_by_user = "Made by `" not in text and (
+        "__init__" in vars(value) or hasattr(value, "__dataclass_fields__")
+    )
+    if takes_arguments and (is_function or made_by_user):
         assert re.search(r"^(Args|Attributes):", text, re.MULTILINE), f"{name}: no Args"
     if is_function and signature.return_annotation not in (None, "None", inspect.Signature.empty):
         assert re.search(r"^(Returns|Yields):", text, re.MULTILINE), f"{name}: no Returns"
@@ -209,7 +221,7 @@ def test_changelog_has_the_version():
 def test_errors_page_shows_the_tree():
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)`(?:, `(\w+)`)? \| (.+) \|$", page, re.MULTILINE)
-    shown = {name: (*filter(None, (first, second)), meaning) for name, first, second, meaning in rows}
+    shown = {name: (*filter(None, bases), meaning) for name, *bases, meaning in rows}
     real = {
         name: (*(base.__name__ for base in value.__bases__), own_docstring(value).splitlines()[0])
         for name, value in vars(errors).items()

@@ -9,7 +9,7 @@ Every error that a user can cause is one of these:
     └── CompileError(RuntimeError)  something that cannot become part of one graph
 
 A message has up to three lines: what is required and what came instead, why, and the one change
-that helps. An ``AssertionError`` out of this package is a bug of this package.
+that helps. An `AssertionError` out of this package is a bug of this package.
 """
 
 from __future__ import annotations
@@ -59,23 +59,27 @@ class CompileError(FullgraphError, RuntimeError):
 
 
 class HasDtypeAndShape(Protocol):
-    """What ``describe`` needs: a tensor, a fake tensor, a spec."""
+    """What `describe` needs: a tensor, a fake tensor, a spec."""
 
     @property
-    def dtype(self) -> Any: ...
+    def dtype(self) -> Any:
+        """Element type; written without its `torch.`."""
+        ...
 
     @property
-    def shape(self) -> Any: ...
+    def shape(self) -> Any:
+        """Sizes, perhaps symbolic."""
+        ...
 
 
 def describe(tensor: HasDtypeAndShape) -> str:
     """Write a tensor as dtype and shape, without reading its data.
 
     Args:
-        tensor: anything with ``dtype`` and ``shape``; sizes may be symbolic and stay so.
+        tensor: anything with `dtype` and `shape`; sizes may be symbolic and stay so.
 
     Returns:
-        For example ``bfloat16[3, 7]``, ``float32[]`` for a scalar, ``bfloat16[s0, 7]``.
+        For example `bfloat16[3, 7]`, `float32[]` for a scalar, `bfloat16[s0, 7]`.
 
     Example:
         >>> import torch

@@ -1,9 +1,9 @@
 """Number formats as data, and the orientation of a quantized copy.
 
-A format is one small record (``FormatSpec``); its largest value, its NaN code, its dtype and so
+A format is one small record (`FormatSpec`); its largest value, its NaN code, its dtype and so
 on are derived from the record, so no such number is written down anywhere else in the package.
-How a tensor is cast to a format is the business of ``fullgraph.reference`` (the oracle) and
-``fullgraph.kernels`` (its GPU twin).
+How a tensor is cast to a format is the business of `fullgraph.reference` (the oracle) and
+`fullgraph.kernels` (its GPU twin).
 
 Sources: E4M3 and E5M2 as in "FP8 Formats for Deep Learning" (Micikevicius et al., 2022,
 arXiv:2209.05433); E2M1 and E8M0 as in the OCP Microscaling Formats (MX) specification 1.0.
@@ -74,7 +74,7 @@ class Format(enum.Enum):
     def dtype(self) -> torch.dtype:
         """The torch dtype of the payload.
 
-        E2M1 is ``torch.uint8``, two codes to a byte: torch's own packed type can be viewed but not
+        E2M1 is `torch.uint8`, two codes to a byte: torch's own packed type can be viewed but not
         transposed, so its name is only put on at the GEMM call.
         """
         return _DTYPES[self.name]
@@ -86,7 +86,7 @@ class Format(enum.Enum):
 
     @property
     def max_code(self) -> int:
-        """The code of ``max``."""
+        """The code of `max`."""
         spec = self.value
         if spec.has_inf:
             return (((1 << spec.exponent_bits) - 1) << spec.mantissa_bits) - 1
@@ -94,12 +94,12 @@ class Format(enum.Enum):
 
     @property
     def inf_code(self) -> int | None:
-        """The code of plus infinity, ``None`` where there is none."""
+        """The code of plus infinity, `None` where there is none."""
         return self.max_code + 1 if self.value.has_inf else None
 
     @property
     def nan_code(self) -> int | None:
-        """The NaN that our casts write: all ones, sign clear. ``None`` where there is none."""
+        """The NaN that our casts write: all ones, sign clear. `None` where there is none."""
         spec = self.value
         return (1 << (spec.exponent_bits + spec.mantissa_bits)) - 1 if spec.has_nan else None
 
@@ -110,7 +110,7 @@ class Format(enum.Enum):
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest power of two in the format (``emax`` in the MX specification)."""
+        """Exponent of the largest power of two in the format (`emax` in the MX specification)."""
         spec = self.value
         return (self.max_code >> spec.mantissa_bits) - spec.bias
 
@@ -121,7 +121,7 @@ class Format(enum.Enum):
 
     @property
     def min_subnormal(self) -> float:
-        """The smallest positive value; equal to ``min_normal`` in E8M0, without subnormals."""
+        """The smallest positive value; equal to `min_normal` in E8M0, without subnormals."""
         return self.min_normal * self.eps
 
     @property
@@ -172,6 +172,11 @@ class Orientation(enum.Enum):
     def columnwise(self) -> bool:
         """Whether the columnwise copy is made."""
         return self is not Orientation.ROWWISE
+
+
+def largest_finite(dtype: torch.dtype) -> float:
+    """The largest finite value of a floating dtype and of float32, in which scales are kept."""
+    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
 ROWWISE = Orientation.ROWWISE

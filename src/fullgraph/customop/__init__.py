@@ -14,7 +14,7 @@ install_tangent_shim()
 
 from fullgraph.customop.check import cuda_graph_lint as cuda_graph_lint  # noqa: E402
 from fullgraph.customop.containers import Container as Container, decode as decode  # noqa: E402
-from fullgraph.customop.fields import Carry as Carry, Dyn as Dyn, Mut as Mut  # noqa: E402
+from fullgraph.customop.fields import Carry as Carry, Dyn as Dyn, Mut as Mut, Planned as Planned  # noqa: E402
 from fullgraph.customop.op import (  # noqa: E402
     STRAIGHT_THROUGH as STRAIGHT_THROUGH,
     CustomOp as CustomOp,

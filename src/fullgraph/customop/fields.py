@@ -33,6 +33,8 @@ class FieldKind(enum.Enum):
     """An integer that may be symbolic: a `SymInt` argument of the op, never part of the token."""
     VALUE = "value"
     """A plain value or a process group: part of the token, a compile-time constant."""
+    PLANNED = "planned"
+    """Backward only: a value that the forward plan decided (`Plan.values`)."""
 
 
 Mut = Annotated[T, FieldKind.MUT]
@@ -41,6 +43,8 @@ Carry = Annotated[T, FieldKind.CARRY]
 """`Carry[Tensor]`: handed to the backward op only, which may declare it `Mut`."""
 Dyn = Annotated[T, FieldKind.DYN]
 """`Dyn[int]`: a size-like integer that varies between calls without a new graph."""
+Planned = Annotated[T, FieldKind.PLANNED]
+"""`Planned[torch.dtype]`, in backward arguments: the value of this name in the forward plan's `values`."""
 
 NEEDS = "needs"
 """A field of this name is filled in by the framework: the names of the fields that need a gradient."""
@@ -123,6 +127,9 @@ def _read(cls: type, name: str, annotation: Any) -> Field:
     is_tensor = bool(members) and all(_is_tensor(a) for a in members)
     if len(kinds) > 1:
         raise _refuse(cls, name, annotation, "one of Mut, Carry and Dyn, not two")
+    if kinds and kinds[0] is FieldKind.PLANNED:
+        _check_value(cls, name, annotation)
+        return Field(name, FieldKind.PLANNED, optional)
     if kinds and kinds[0] is FieldKind.DYN:
         if members != [int] or optional:
             raise _refuse(cls, name, annotation, "Dyn[int]: symbolic integers only, never None")

@@ -12,8 +12,8 @@ number of results, because functionalization refuses `Tensor[]` results of an op
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Binding:
         self._structured: list[tuple[str, type, dict[str, Any], list[tuple[str, int]]]] = []
         self._dyn: list[tuple[str, int]] = []
         self.slots: list[torch.dtype] = []
-        self.plans: dict[Any, Prepared] = {}
+        self.plans: dict[Any, tuple[Plan, Callable[[Mapping[str, Any]], Sequence[Any]]]] = {}
         values = parse(meta)
         mutated = table.names(FieldKind.MUT)
         # Read tensors come first in the flat list, mutated ones behind them.
@@ -58,7 +58,7 @@ class Binding:
             self._dyn.append((name, index))
         for name in table.names(FieldKind.CARRY):
             self._constants[name] = None
-        for name in table.names(FieldKind.VALUE):
+        for name in table.names(FieldKind.VALUE, FieldKind.PLANNED):
             self._constants[name] = values[name]
 
     def _place(self, name: str, form: Any) -> None:
@@ -68,10 +68,10 @@ class Binding:
             self._plain.append((name, self._slot(form)))
         else:
             assert isinstance(form, Construct)
-            places = [
-                (n, self._slot(v)) for n, v in form.fields.items() if isinstance(v, TensorSlot)
-            ]
-            self._structured.append((name, form.cls, form.fields, places))
+            slots = {n: v for n, v in form.fields.items() if isinstance(v, TensorSlot)}
+            constants = {n: v for n, v in form.fields.items() if n not in slots}
+            places = [(n, self._slot(v)) for n, v in slots.items()]
+            self._structured.append((name, form.cls, constants, places))
 
     def _slot(self, slot: TensorSlot) -> int:
         self.slots.append(slot.dtype)
@@ -79,37 +79,27 @@ class Binding:
 
     def arguments(self, flat: Sequence[Any], dyn: Sequence[Any]) -> Any:
         """The argument object: tensors or specs from `flat`, everything else from the token."""
-        arguments = object.__new__(self._cls)
-        fields = arguments.__dict__
-        fields.update(self._constants)
+        fields = self._constants.copy()
         for name, index in self._plain:
             fields[name] = flat[index]
         for name, cls, constants, places in self._structured:
-            fields[name] = cls(**{**constants, **{n: flat[i] for n, i in places}})
+            fields[name] = cls(**constants, **{n: flat[i] for n, i in places})
         for name, index in self._dyn:
             fields[name] = dyn[index]
+        arguments = object.__new__(self._cls)
+        object.__setattr__(arguments, "__dict__", fields)
         return arguments
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A plan with what the hot path wants to know of it."""
-
-    plan: Plan
-    names: tuple[str, ...]
-    is_plain: bool
-
-    @classmethod
-    def of(cls, plan: Plan) -> Prepared:
-        """Prepare a plan."""
-        results = plan.results
-        return cls(plan, tuple(results), not any(is_parts(spec) for spec in results.values()))
-
-    def flatten(self, results: Any) -> list[torch.Tensor]:
-        """The results of `execute` as the op returns them."""
-        if self.is_plain:
-            return [results[name] for name in self.names]
-        return [t for name in self.names for t in flatten(results[name])]
+def _flattener(plan: Plan) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
+    """How the results of `execute` (or the specs of the plan) become what the op returns."""
+    results = plan.results
+    names = list(results)
+    if any(is_parts(spec) for spec in results.values()):
+        return lambda results: [t for name in names for t in flatten(results[name])]
+    if len(names) == 1:
+        return lambda results: [results[names[0]]]
+    return operator.itemgetter(*names) if names else lambda results: []
 
 
 class LeanOp:
@@ -153,7 +143,7 @@ class LeanOp:
         name: str,
         schema: str,
         mutates: bool,
-        finish: Callable[[list[torch.Tensor]], Any],
+        finish: Callable[[Sequence[torch.Tensor]], Any],
     ) -> None:
         def unpack(run: Callable[..., list[torch.Tensor]]) -> Callable[..., Any]:
             match mutates, self._has_dyn:
@@ -172,7 +162,7 @@ class LeanOp:
 
     def call(
         self, tensors: list[Any], mutated: list[Any], dyn: Sequence[Any], meta: str, results: int
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         """Run the op through the dispatcher.
 
         Args:
@@ -198,39 +188,40 @@ class LeanOp:
 
     def _real(
         self, tensors: list[torch.Tensor], dyn: tuple[int, ...], meta: str, mutated: Sequence[Any] = ()
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         binding = self._bindings.get(meta) or self._bind(meta)
         flat = [*tensors, *mutated] if mutated else tensors
-        key = (dyn, flat[0].device, *[t.shape for t in flat])
-        prepared = binding.plans.get(key)
-        if prepared is None:
-            specs = [TensorSpec.of(t) for t in flat]
-            prepared = Prepared.of(self._plan(binding.arguments(specs, dyn)))
-            if len(binding.plans) >= MAX_PLANS:
-                binding.plans.clear()
-            binding.plans[key] = prepared
-        results = self._execute(prepared.plan, binding.arguments(flat, dyn))
+        key = (flat[0].device, dyn, *[t.shape for t in flat])
+        plan, flatten_results = binding.plans.get(key) or self._prepare(binding, key, flat, dyn)
+        results = self._execute(plan, binding.arguments(flat, dyn))
         if verify.enabled():
-            verify.results_match(self.name, prepared.plan, results, flat)
+            verify.results_match(self.name, plan, results, flat)
         for tensor in mutated:
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
-        return prepared.flatten(results)
+        return flatten_results(results)
+
+    def _prepare(self, binding: Binding, key: Any, flat: Sequence[torch.Tensor], dyn: tuple[int, ...]) -> Any:
+        plan = self._plan(binding.arguments([TensorSpec.of(t) for t in flat], dyn))
+        if len(binding.plans) >= MAX_PLANS:
+            binding.plans.clear()
+        prepared = binding.plans[key] = plan, _flattener(plan)
+        return prepared
 
     def _fake(
         self, tensors: list[torch.Tensor], dyn: tuple[Any, ...], meta: str, mutated: Sequence[Any] = ()
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         binding = self._bindings.get(meta) or self._bind(meta)
         specs = [TensorSpec.of(t) for t in (*tensors, *mutated)]
         plan = self._plan(binding.arguments(specs, dyn))
-        return [spec.empty() for spec in Prepared.of(plan).flatten(plan.results)]
+        return [spec.empty() for spec in _flattener(plan)(plan.results)]
 
     def _bind(self, meta: str) -> Binding:
         binding = self._bindings[meta] = Binding(self._table, meta)
         return binding
 
 
-def _fixed_arity(arity: int) -> Callable[[list[torch.Tensor]], Any]:
+def _fixed_arity(arity: int) -> Callable[[Sequence[torch.Tensor]], Any]:
     if arity == 0:
         return lambda results: None
     if arity == 1:

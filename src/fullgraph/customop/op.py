@@ -193,8 +193,9 @@ class CustomOp:
                 do="pass each of them by name",
             )
         token = self._encode([values[name] for name in self._value_names])
-        for value in values.values():
-            remember(value)
+        if not torch.compiler.is_compiling():
+            for value in values.values():
+                remember(value)
         return token
 
     def _encode(self, values: list[Any]) -> str:
@@ -314,7 +315,7 @@ class CustomOp:
         return Call(
             meta,
             needs,
-            values,
+            {**values, **plan.values},
             outputs={n: _form(plan.outputs[n]) for n in plan.outputs},
             saved={n: _form(spec) for n, spec in plan.saved.items()},
             saved_inputs=dict(plan.saved_inputs),
@@ -333,6 +334,14 @@ class CustomOp:
             )
         if self._backward_table is None:
             return
+        planned = self._backward_table.names(FieldKind.PLANNED)
+        if set(planned) != set(plan.values):
+            raise CompileError(
+                f"{self.name}: the plan has the values {sorted(plan.values)}, "
+                f"{self._backward_table.cls.__name__} declares {sorted(planned)}",
+                why="a Planned field of the backward arguments takes the plan's value of its name",
+                do="give the plan exactly these values",
+            )
         for name in (*plan.saved, *plan.saved_inputs, *plan.saved_outputs):
             field = self._backward_table.get(name)
             if field is None or field.kind not in (FieldKind.TENSOR, FieldKind.MUT):
@@ -401,7 +410,7 @@ class CustomOp:
         assert table is not None and isinstance(self._backward, Pass)
         arguments = object.__new__(table.cls)
         text = self._salt
-        for name in table.names(FieldKind.VALUE):
+        for name in table.names(FieldKind.VALUE, FieldKind.PLANNED):
             value = needs if name == NEEDS else call.values[name]
             arguments.__dict__[name] = value
             text = f"{text},{name}={encode(value)}"
@@ -550,7 +559,7 @@ def _check_backward(
                 raise ConfigError(
                     f"{where} has no {field.kind.value} field of the same name in {forward.cls.__name__}",
                     why="values of the backward op are those of the forward op",
-                    do="declare it in both, or decide it in the backward plan",
+                    do="declare it in both, or declare it Planned here and decide it in the forward plan",
                 )
         if field.kind is FieldKind.MUT and (
             source is None or source.kind not in (FieldKind.CARRY, FieldKind.MUT)

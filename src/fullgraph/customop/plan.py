@@ -60,6 +60,7 @@ class Plan:
         saved: more results of the forward pass, each for the backward field of that name.
         saved_inputs: backward field -> forward field whose tensor is saved as it is.
         saved_outputs: backward field -> output that is saved as it is.
+        values: constants for the backward pass, each for its `Planned` field of that name.
         decisions: anything `execute` wants to have decided; opaque to the framework.
     """
 
@@ -67,6 +68,7 @@ class Plan:
     saved: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     saved_inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     saved_outputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     decisions: Any = None
 
     @property

@@ -28,6 +28,17 @@ _LOCAL_TYPES: dict[str, type] = {}
 
 
 @dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A value that was encoded before: stands for itself in a token.
+
+    Args:
+        text: what `encode` returned.
+    """
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Group:
     """A process group, by name; resolved at each use, so a group that was made anew is found.
 
@@ -82,6 +93,8 @@ def encode(value: Any, where: str = "value") -> str:
     """
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise symbolic_value(where)
+    if isinstance(value, Encoded):
+        return value.text
     if isinstance(value, enum.Enum):
         return f"enum({type_name(type(value))!r},{value.name!r})"
     if value is None or isinstance(value, (bool, int, float, str)):

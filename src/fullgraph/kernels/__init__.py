@@ -1,13 +1,13 @@
-"""GPU twins of ``fullgraph.reference``, in Triton.
+"""GPU twins of `fullgraph.reference`, in Triton.
 
 The functions here have the names, the signatures and, bit for bit, the results of those in
-``fullgraph.reference``, so the two packages can stand in for each other:
+`fullgraph.reference`, so the two packages can stand in for each other:
 
     backend = kernels if kernels.available(x.device) else reference
     backend.cast_per_tensor(x, backend.amax(x), Format.E4M3)
 
 Importing this package imports no Triton and touches no GPU; the first use of a kernel does. Only
-this package imports Triton. Read ``per_tensor`` next.
+this package imports Triton. Read `per_tensor` next.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["amax", "available", "cast_per_tensor", "compute_capability"]
 
 _HOME = {"amax": "per_tensor", "cast_per_tensor": "per_tensor"}
-_FIRST_WITH_FP8 = (8, 9)  # Ada; on older devices Triton does not know E4M3
+# Hopper. On Ada, Triton 3.6 to 3.8 casts by way of a truncation to float16, so its rounding is not
+# that of the reference; older devices cannot cast to E4M3 at all. They use the reference.
+_FIRST_EXACT = (9, 0)
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernels run on a device: CUDA with FP8 conversions, and Triton installed."""
-    return compute_capability(device) >= _FIRST_WITH_FP8 and _triton_installed()
+    """Whether the kernels run on a device, with the reference's bits, and Triton is installed."""
+    return compute_capability(device) >= _FIRST_EXACT and _triton_installed()
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:

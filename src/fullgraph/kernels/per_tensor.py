@@ -1,8 +1,11 @@
 """One scale for a whole tensor, in Triton: amax, and the cast with its transpose in one pass.
 
-Bitwise equal to ``fullgraph.reference.per_tensor`` (tests/gpu/test_kernels.py); what the results
+Bitwise equal to `fullgraph.reference.per_tensor` (tests/gpu/test_kernels.py); what the results
 mean is documented there.
 """
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# (to a type checker that sees Triton, a kernel is neither callable nor does it return)
 
 from __future__ import annotations
 
@@ -12,11 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fullgraph.errors import ShapeError, describe
-from fullgraph.formats import ROWWISE, Format, Orientation
-from fullgraph.reference.per_tensor import largest_finite
+from fullgraph.formats import ROWWISE, Format, Orientation, largest_finite
 
-# 64 x 128 with 8 warps: the fastest of nine tiles tried for the cast of 8192 x 4096 up to
-# 14336 x 4096 bf16 with both copies on an H200 (2026-12): 3.0-3.4 of 4.1 TB/s.
+# 64 x 128 with 8 warps: the fastest of nine tiles tried for a bare cast of bf16 with both copies,
+# 8192 x 4096 to 14336 x 4096 on an H200 (2026-12), where it reached 3.0-3.4 of 4.1 TB/s.
 _TILE = (64, 128)
 _FLAT_TILE = (1, 8192)
 _NUM_WARPS = 8
@@ -29,7 +31,7 @@ _SIGN_AND_EXPONENT = tl.constexpr(-(1 << 23))
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor; see ``fullgraph.reference.amax``.
+    """The largest magnitude of a tensor; see `fullgraph.reference.amax`.
 
     Numerics: the order of magnitudes is the order of their bit patterns as integers, with NaN on
         top, so an integer maximum is exact, propagates NaN and does not depend on the order in
@@ -51,9 +53,9 @@ def cast_per_tensor(
     orientation: Orientation = ROWWISE,
     pad: int = 1,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Cast a matrix with one scale; see ``fullgraph.reference.cast_per_tensor``.
+    """Cast a matrix with one scale; see `fullgraph.reference.cast_per_tensor`.
 
-    Reads x once and writes the bytes of both copies and ``scale_inv`` in one kernel.
+    Reads x once and writes the bytes of both copies and `scale_inv` in one kernel.
     """
     if x.dim() != 2:
         raise ShapeError(f"cast_per_tensor: a matrix is needed (x: {describe(x)})")
@@ -130,7 +132,7 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_across"])
 def _amax_kernel(
     x_ptr,
     bits_ptr,  # int32 [], zero at the start: the bits of the largest magnitude
@@ -151,14 +153,15 @@ def _amax_kernel(
     for i in range(NUM_TILES):
         tile = tl.program_id(0) * NUM_TILES + i
         m, k = _tile_indices(tile, tiles_across, TILE_M, TILE_K)
-        x = _load_float32(x_ptr, m, k, rows, columns, stride_row, stride_column)
-        largest = tl.maximum(largest, tl.abs(x).to(tl.int32, bitcast=True))
+        x = _load(x_ptr, m, k, rows, columns, stride_row, stride_column)
+        magnitude = tl.abs(x.to(tl.float32))
+        largest = tl.maximum(largest, magnitude.to(tl.int32, bitcast=True))
     bits = tl.max(largest)
     bits = tl.where(bits > _INF_BITS, _NAN_BITS, bits)
     tl.atomic_max(bits_ptr, bits, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_across"])
 def _cast_kernel(
     x_ptr,
     amax_ptr,
@@ -191,20 +194,15 @@ def _cast_kernel(
     if tile == 0:
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
     m, k = _tile_indices(tile, tiles_across, TILE_M, TILE_K)
-    x = _load_float32(x_ptr, m, k, rows, columns, stride_row, stride_column)
-    data = _encode(x * scale, FORMAT_MAX, NAN_CODE, FP8)
+    x = _load(x_ptr, m, k, rows, columns, stride_row, stride_column)
+    data = _encode(x, scale, FORMAT_MAX, NAN_CODE, FP8)
     if rowwise_ptr is not None:
         inside = (m[:, None] < padded_rows) & (k[None, :] < padded_columns)
         tl.store(rowwise_ptr + m[:, None] * padded_columns + k[None, :], data, mask=inside)
     if columnwise_ptr is not None:
-        # A trap: with Triton 3.6 on Hopper, kernels that store an fp8 tile and its transpose can
-        # get wrong transposed bytes, silently (triton-lang/triton#11111, pytorch/ao#4652; said to
-        # be a fault of ptxas before 13). Seen after SwiGLU arithmetic, never after a plain load
-        # as here; NaN-propagating minimum and maximum also provoke it, hence none in _encode.
-        # tests/gpu/test_kernels.py compares every transposed byte with its rowwise twin.
         inside = (k[:, None] < padded_columns) & (m[None, :] < padded_rows)
-        transposed = tl.trans(data)
-        tl.store(columnwise_ptr + k[:, None] * padded_rows + m[None, :], transposed, mask=inside)
+        offsets = k[:, None] * padded_rows + m[None, :]
+        tl.store(columnwise_ptr + offsets, tl.trans(data), mask=inside)
 
 
 @triton.jit
@@ -216,11 +214,11 @@ def _tile_indices(tile, tiles_across, TILE_M: tl.constexpr, TILE_K: tl.constexpr
 
 
 @triton.jit
-def _load_float32(x_ptr, m, k, rows, columns, stride_row, stride_column):
-    """Load a tile of any strides as float32, zero outside of the matrix."""
+def _load(x_ptr, m, k, rows, columns, stride_row, stride_column):
+    """Load a tile of any strides, zero outside of the matrix."""
     inside = (m[:, None] < rows) & (k[None, :] < columns)
     offsets = m[:, None] * stride_row + k[None, :] * stride_column
-    return tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(x_ptr + offsets, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -231,7 +229,7 @@ def _scale_from_amax(
     POWER_OF_TWO: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
 ):
-    """``fullgraph.reference.scale_from_amax``: the comparisons keep NaN, the division is exact."""
+    """`fullgraph.reference.scale_from_amax`: the comparisons keep NaN, the division is exact."""
     eps = tl.full((), EPS, tl.float32)
     bounded = tl.where(amax < eps, eps, amax)
     scale = tl.div_rn(tl.full((), FORMAT_MAX, tl.float32), bounded)
@@ -245,8 +243,16 @@ def _scale_from_amax(
 
 
 @triton.jit
-def _encode(x, FORMAT_MAX: tl.constexpr, NAN_CODE: tl.constexpr, FP8: tl.constexpr):
-    """``fullgraph.reference.codes.encode``: float32 to uint8 codes, saturating, one NaN."""
-    clamped = tl.minimum(tl.maximum(x, -FORMAT_MAX), FORMAT_MAX)  # these turn NaN into a number
+def _encode(x, scale, FORMAT_MAX: tl.constexpr, NAN_CODE: tl.constexpr, FP8: tl.constexpr):
+    """`fullgraph.reference.codes.encode` of x * scale: uint8 codes, saturating, one NaN."""
+    value = x.to(tl.float32) * scale
+    clamped = tl.minimum(tl.maximum(value, -FORMAT_MAX), FORMAT_MAX)  # NaN becomes a number here
     codes = clamped.to(FP8).to(tl.uint8, bitcast=True)
+    # Do not write this as a NaN-propagating clamp before the cast. The selection of single bytes
+    # after it also keeps us clear of a silent miscompile on Hopper (triton-lang/triton#11111,
+    # pytorch/ao#4652): where a kernel stores a tile packed and its transpose byte by byte, ptxas
+    # before CUDA 13 merges two conversions into one register and then reads the second byte of
+    # each four from a stale one. Bytes that pass through a selection are not merged.
+    # tests/gpu/test_kernels.py compares every transposed byte with its rowwise twin, and
+    # tests/unit/test_kernels_compiled.py looks for merged conversions, which needs no GPU.
     return tl.where(x != x, NAN_CODE, codes)

@@ -16,10 +16,10 @@ def encode(x: Tensor, format: Format) -> Tensor:
         format: E4M3 or E5M2.
 
     Returns:
-        uint8, the shape of ``x``.
+        uint8, the shape of `x`.
 
     Numerics: nearest-even, saturates at +-format.max (infinity too); -0 stays -0; every NaN
-        becomes ``format.nan_code``. The same on every torch version: PyTorch's own cast saturates
+        becomes `format.nan_code`. The same on every torch version: PyTorch's own cast saturates
         E4M3 only from 2.13 on and E5M2 never, and keeps the sign of a NaN.
     """
     finite = x.nan_to_num(float("nan"), posinf=format.max, neginf=-format.max)
@@ -34,7 +34,7 @@ def decode(data: Tensor, format: Format) -> Tensor:
         format: E4M3 or E5M2.
 
     Returns:
-        float32, the shape of ``data``. Exact; NaN codes give NaN.
+        float32, the shape of `data`. Exact; NaN codes give NaN.
     """
     # A table of all codes: on a CPU PyTorch decodes E4M3 five times slower than it looks up.
     codes = torch.arange(1 << format.bits, dtype=torch.uint8, device=data.device)

@@ -1,7 +1,7 @@
 """One scale for a whole tensor: amax, scale, cast and its inverse.
 
-In this module ``scale`` is the factor before the cast; what is returned and stored is always its
-inverse, ``scale_inv``, which decodes: x ~ data * scale_inv.
+In this module `scale` is the factor before the cast; what is returned and stored is always its
+inverse, `scale_inv`, which decodes: x ~ data * scale_inv.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fullgraph.errors import ShapeError, describe
-from fullgraph.formats import ROWWISE, Format, Orientation
+from fullgraph.formats import ROWWISE, Format, Orientation, largest_finite
 from fullgraph.reference.codes import decode, encode
 
 _SIGN_AND_EXPONENT = -(1 << 23)  # 0xFF800000: what a float32 keeps when its mantissa is cleared
@@ -43,7 +43,7 @@ def scale_from_amax(
     eps: float = 0.0,
     power_of_two: bool = False,
 ) -> Tensor:
-    """The factor that maps ``amax`` to the largest value of a format.
+    """The factor that maps `amax` to the largest value of a format.
 
     scale = format.max / max(amax, eps)
 
@@ -55,10 +55,10 @@ def scale_from_amax(
         power_of_two: round the scale down to a power of two, so that the cast never saturates.
 
     Returns:
-        float32, the shape of ``amax``. To be multiplied before the cast; never stored.
+        float32, the shape of `amax`. To be multiplied before the cast; never stored.
 
     Numerics: correctly rounded division. 1 where amax is zero, infinite or NaN. Where the quotient
-        overflows, the largest finite value of ``input_dtype`` (bounded by float32's).
+        overflows, the largest finite value of `input_dtype` (bounded by float32's).
     Source: TransformerEngine 2.20, common/recipe/recipe_common.cuh, compute_scale_from_amax; its
         Python reference differs for an infinite or NaN amax.
     """
@@ -90,10 +90,10 @@ def cast_per_tensor(
 
     Args:
         x: floating dtype [M, K], any strides.
-        amax: float32 [], the magnitude to be mapped to ``format.max``; usually ``amax(x)``.
+        amax: float32 [], the magnitude to be mapped to `format.max`; usually `amax(x)`.
         format: E4M3 or E5M2.
-        eps: see ``scale_from_amax``.
-        power_of_two: see ``scale_from_amax``.
+        eps: see `scale_from_amax`.
+        power_of_two: see `scale_from_amax`.
         orientation: which copies to make.
         pad: both dimensions of a copy are rounded up to a multiple of it, with zeros.
 
@@ -106,7 +106,7 @@ def cast_per_tensor(
         ShapeError: x is not a matrix.
 
     Numerics: product in float32, nearest-even, saturates at +-format.max (infinity too); -0 stays
-        -0; every NaN becomes ``format.nan_code``. Padding is byte 0.
+        -0; every NaN becomes `format.nan_code`. Padding is byte 0.
     """
     if x.dim() != 2:
         raise ShapeError(f"cast_per_tensor: a matrix is needed (x: {describe(x)})")
@@ -125,15 +125,15 @@ def dequantize_per_tensor(
     x ~ data * scale_inv
 
     Args:
-        data: uint8, any shape, codes of ``format``.
+        data: uint8, any shape, codes of `format`.
         scale_inv: float32 [].
         format: E4M3 or E5M2.
         dtype: dtype of the result.
 
     Returns:
-        ``dtype``, the shape of ``data``.
+        `dtype`, the shape of `data`.
 
-    Numerics: product in float32, then one rounding to ``dtype``.
+    Numerics: product in float32, then one rounding to `dtype`.
     """
     return (decode(data, format) * scale_inv).to(dtype)
 
@@ -145,8 +145,3 @@ def _padded(data: Tensor, multiple: int) -> Tensor:
     if missing_rows == 0 and missing_columns == 0:
         return data
     return torch.nn.functional.pad(data, (0, missing_columns, 0, missing_rows))
-
-
-def largest_finite(dtype: torch.dtype) -> float:
-    """What an overflowing scale becomes: the largest finite value of the dtype and of float32."""
-    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
