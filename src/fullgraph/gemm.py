@@ -54,10 +54,9 @@ class GemmBackend(enum.Enum):
 
     @property
     def alignment(self) -> int:
-        """What the contraction and the rows of `b` must be a multiple of.
+        """What the contraction and the rows of `b` must be a multiple of for the routine.
 
-        cuBLASLt asks for 16. The rows of `a` are free, but a matrix that is `a` of one GEMM is
-        `b` of another, so all quantized matrices are padded in both dimensions.
+        The quantizing pass pads the contraction; rows of `b` are padded by `gemm`, in the rare case.
         """
         return 16 if self is GemmBackend.NATIVE else 1
 
@@ -73,7 +72,7 @@ def select(device: torch.device, a_format: Format, b_format: Format) -> GemmBack
     Raises:
         ConfigError: another format.
 
-    Source: PyTorch 2.11, aten/src/ATen/native/cuda/ScaledBlas.cpp (devices, E5M2 by E5M2).
+    Source: PyTorch, aten/src/ATen/native/cuda/ScaledBlas.cpp (devices, E5M2 by E5M2).
     """
     if a_format not in _FP8 or b_format not in _FP8:
         raise ConfigError(
@@ -99,10 +98,10 @@ def gemm(
     out[m, n] = (sum_k a[m, k] b[n, k]) (a.scale_inv b.scale_inv) + bias[n]
 
     Args:
-        backend: what `select` said; the operands are padded to its `alignment`.
+        backend: what `select` said; the contraction is padded to its `alignment`.
         a: [M, K].
         b: [N, K].
-        bias: floating dtype, [N] or shorter; the missing (padded) entries count as zeros.
+        bias: floating dtype [N], or None.
         out_dtype: float32, bfloat16 or float16.
         split_accumulator: promote partial sums to float32 as they are added (slower, exacter). It
             matters on Hopper and Ada; the reference always sums in float32.
@@ -112,8 +111,6 @@ def gemm(
 
     Numerics: sum, scale and bias in float32, one rounding to `out_dtype`.
     """
-    if bias is not None and bias.shape[0] < b.data.shape[0]:
-        bias = torch.nn.functional.pad(bias, (0, b.data.shape[0] - bias.shape[0]))
     if backend is GemmBackend.NATIVE:
         return _native(a, b, bias, out_dtype, use_fast_accum=not split_accumulator)
     return reference.gemm_upcast(
@@ -132,6 +129,12 @@ def _native(
     a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, *, use_fast_accum: bool
 ) -> Tensor:
     """Multiply on the tensor cores, adding the bias there if they can."""
+    rows = b.data.shape[0]
+    missing = -rows % GemmBackend.NATIVE.alignment
+    if missing:
+        b = dataclasses.replace(b, data=torch.nn.functional.pad(b.data, (0, 0, 0, missing)))
+        bias = None if bias is None else torch.nn.functional.pad(bias, (0, missing))
+        return _native(a, b, bias, out_dtype, use_fast_accum=use_fast_accum)[:, :rows].contiguous()
     if bias is None or _adds_bias(bias, out_dtype, contraction=a.data.shape[1]):
         return _scaled_mm(a, b, bias, out_dtype, use_fast_accum)
     product = _scaled_mm(a, b, None, torch.float32, use_fast_accum)
@@ -146,6 +149,8 @@ def _adds_bias(bias: Tensor, out_dtype: torch.dtype, *, contraction: int) -> boo
 def _scaled_mm(
     a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
+    # cuBLASLt wants pointers aligned to 16 bytes; a view into somebody's larger tensor may not be.
+    a, b = (o if o.data.data_ptr() % 16 == 0 else dataclasses.replace(o, data=o.data.clone()) for o in (a, b))
     return scaled_mm(
         a.data.view(a.format.dtype),
         b.data.view(b.format.dtype).t(),
@@ -161,4 +166,5 @@ def _scaled_mm(
 
 def alignment(device: torch.device) -> int:
     """What the contraction of every quantized matrix on a device is padded to a multiple of."""
-    return 16 if compute_capability(device) >= _FIRST_NATIVE else 1
+    native = compute_capability(device) >= _FIRST_NATIVE
+    return (GemmBackend.NATIVE if native else GemmBackend.REFERENCE).alignment

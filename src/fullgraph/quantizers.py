@@ -14,24 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullgraph import customop, reference
+from fullgraph import customop, kernels, reference
 from fullgraph._version import __version__
 from fullgraph.customop import Pass, Plan, TensorSpec
 from fullgraph.errors import ConfigError, ShapeError, describe
 from fullgraph.formats import ROWWISE, Format, Orientation
-from fullgraph.tensor import QuantizedParts, QuantizedTensor, Quantizer
-
-HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that can be quantized, and that a quantized tensor can stand for."""
+from fullgraph.tensor import HIGH_PRECISION, QuantizedParts, QuantizedTensor, Quantizer
 
 
+@functools.cache
 def casts_for(device: torch.device) -> ModuleType:
-    """Who casts on a device: our kernels on a GPU, the reference elsewhere. Both give the same bytes."""
-    if device.type == "cuda":
-        from fullgraph import kernels
-
-        return kernels
-    return reference
+    """Who casts on a device: our kernels where they run, the reference elsewhere. Both give the same bytes."""
+    return kernels if kernels.available(device) else reference
 
 
 def check_quantizable(x: Tensor | TensorSpec) -> None:
@@ -117,13 +111,14 @@ class PerTensorQuantizer:
     ) -> QuantizedParts:
         """See `Quantizer.spec`."""
         *leading, columns = shape
-        rowwise = TensorSpec((*leading, round_up(columns, pad)), torch.uint8, device)
+        rowwise: Any = TensorSpec((*leading, round_up(columns, pad)), torch.uint8, device)
         last = () if not leading else (*leading[:-1], round_up(leading[-1], pad))
-        columnwise = TensorSpec((columns, *last), torch.uint8, device)
+        columnwise: Any = TensorSpec((columns, *last), torch.uint8, device)
+        scale_inv: Any = TensorSpec((), torch.float32, device)
         return QuantizedParts(
             rowwise if orientation.rowwise else None,
             columnwise if orientation.columnwise else None,
-            TensorSpec((), torch.float32, device),
+            scale_inv,
             self,
             dtype,
         )
@@ -132,6 +127,7 @@ class PerTensorQuantizer:
         """See `Quantizer.dequantize`."""
         data = parts.data
         if data is None:
+            assert parts.columnwise_data is not None
             data = parts.columnwise_data.movedim(0, -1)
         return reference.dequantize_per_tensor(data, parts.scale_inv, self.format, parts.dtype)
 
@@ -139,28 +135,22 @@ class PerTensorQuantizer:
         self, parts: QuantizedParts, orientation: Orientation, *, pad: int = 1
     ) -> tuple[Tensor, Tensor]:
         """See `Quantizer.matrix`. A missing copy is the transpose of the other: bytes and scale are the same."""
+        *leading, columns = parts.shape
+        rows = math.prod(leading)
         wanted, other = parts.data, parts.columnwise_data
         if orientation is not ROWWISE:
-            wanted, other = other, wanted
-        shape = parts.shape
-        rows, columns = math.prod(shape[:-1]), shape[-1]
-        if orientation is not ROWWISE:
-            rows, columns = columns, rows
-        payload = wanted.reshape(rows, columns) if wanted is not None else other.reshape(columns, rows).t()
-        return pad_columns(payload, pad), parts.scale_inv
+            rows, columns, wanted, other = columns, rows, other, wanted
+        if wanted is not None:
+            payload = wanted.reshape(rows, columns)
+        else:
+            assert other is not None
+            payload = other.reshape(columns, rows).t()
+        return reference.pad_columns(payload.contiguous(), pad), parts.scale_inv
 
 
 def round_up(size: Any, multiple: int) -> Any:
     """The next multiple, without branching on the size (it may be symbolic)."""
     return size if multiple == 1 else (size + multiple - 1) // multiple * multiple
-
-
-def pad_columns(payload: Tensor, multiple: int) -> Tensor:
-    """A contiguous payload whose last dimension is a multiple, filled with zeros."""
-    missing = -payload.shape[-1] % multiple
-    if missing:
-        return torch.nn.functional.pad(payload, (0, missing))
-    return payload.contiguous()
 
 
 @dataclasses.dataclass
@@ -174,6 +164,18 @@ class QuantizeArguments:
 
 def _plan(a: QuantizeArguments) -> Plan:
     check_quantizable(a.x)
+    if not isinstance(a.orientation, Orientation):
+        raise ConfigError(
+            f"quantize: the orientation must be a fullgraph.Orientation, got {a.orientation!r}",
+            why="it names the copies to make",
+            do="pass fullgraph.ROWWISE, fullgraph.COLUMNWISE or fullgraph.BOTH",
+        )
+    if not hasattr(a.quantizer, "quantize"):
+        raise ConfigError(
+            f"quantize: a quantizer is needed, got {a.quantizer!r}",
+            why="it decides format and scales",
+            do="pass a frozen dataclass such as fullgraph.PerTensorQuantizer(fullgraph.Format.E4M3)",
+        )
     shape, dtype, device = tuple(a.x.shape), a.x.dtype, a.x.device
     return Plan({"output": a.quantizer.spec(shape, dtype, device, a.orientation)})
 
@@ -210,7 +212,7 @@ def quantize(
         A `QuantizedTensor` of the dtype and shape of `x`. A quantized `x` is decoded first.
 
     Raises:
-        ConfigError: the dtype cannot be quantized.
+        ConfigError: the dtype cannot be quantized, or not a quantizer or an orientation.
         ShapeError: `x` is a scalar.
 
     Example:

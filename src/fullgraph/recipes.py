@@ -65,7 +65,7 @@ class LinearNumerics:
 class Recipe:
     """Base of recipes: subclass it as a frozen dataclass and answer `quantizer` for each role."""
 
-    numerics_text: str
+    numerics_text: str = ""
     """The numerics of a linear layer, encoded once for all layers that use the recipe."""
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Recipe:
 
     def quantizer(self, role: Role) -> Quantizer | None:
         """The quantizer of a tensor, or None for high precision."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define quantizer(role)")
 
     def stored_quantizer(self, role: Role) -> Quantizer:
         """The quantizer of a tensor that is asked to be *kept* quantized: a quantized weight or output."""
@@ -176,5 +176,11 @@ def resolve(recipe: Recipe | str) -> Recipe:
             f"a recipe is needed, got {recipe!r}",
             why="it decides how each tensor of a layer is quantized",
             do=f"pass a fullgraph.recipes object or one of {', '.join(BY_NAME)}",
+        )
+    if not recipe.numerics_text:
+        raise ConfigError(
+            f"{type(recipe).__name__}: a recipe must be a frozen dataclass",
+            why="its numerics are constants of the graph, written down when it is constructed",
+            do="decorate the class with @dataclass(frozen=True); a __post_init__ of its own calls super()'s",
         )
     return recipe

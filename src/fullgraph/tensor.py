@@ -13,11 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fullgraph.customop.structured import StructuredTensor, map_parts
+from fullgraph.customop.structured import StructuredTensor, flatten, map_parts, run_decoded
 from fullgraph.errors import ConfigError
 from fullgraph.formats import BOTH, COLUMNWISE, ROWWISE, Format, Orientation
 
 aten = torch.ops.aten
+
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that can be quantized, and that a quantized tensor can stand for."""
 
 
 class Quantizer(Protocol):
@@ -114,10 +117,10 @@ class QuantizedParts:
     def encode_(self, value: Tensor) -> None:
         """Quantize `value` anew into the same memory."""
         new = self.quantizer.quantize(value.to(self.dtype), self.orientation)
-        self.scale_inv.copy_(new.scale_inv)
-        for ours, theirs in ((self.data, new.data), (self.columnwise_data, new.columnwise_data)):
-            if ours is not None and theirs is not None:
-                ours.copy_(theirs)
+        for ours, theirs in zip(flatten(self), flatten(new), strict=True):
+            ours.copy_(theirs)
+            if not ours.is_inference():  # so that autograd sees that what it saved has changed
+                torch.autograd.graph.increment_version(ours)
 
 
 class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
@@ -152,7 +155,7 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
         return self.parts.orientation
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """Payload of the rowwise copy, `quantizer.format.dtype` [..., K]; a view, not padded.
 
         Raises:
@@ -182,6 +185,12 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
         """
         return self.decode()
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Decode, assign, and quantize again into the same memory."""
+        values = self.dequantize()
+        values[index] = value
+        self.copy_(values)
+
     def _payload(self, payload: Tensor | None, orientation: Orientation) -> Tensor:
         if payload is None:
             raise ConfigError(
@@ -196,7 +205,7 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
 def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Keep the bytes where only leading dimensions change; decode otherwise."""
     tensor, shape = args
-    shape = list(torch._prims_common.infer_size(shape, tensor.numel()))
+    shape = list(torch.empty(tensor.shape, device="meta").view(shape).shape)
     if tensor.dim() == 0 or not shape or shape[-1] != tensor.shape[-1]:
         return func(tensor.parts.decode(), *args[1:], **kwargs)
     parts = dataclasses.replace(
@@ -207,6 +216,27 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         else tensor.part_columnwise_data.view([shape[-1], *shape[:-1]]),
     )
     return QuantizedTensor(parts)
+
+
+@QuantizedTensor.implements(aten._to_copy.default)
+def _to_copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Keep the bytes on another device, and as another dtype that a quantized tensor can stand for."""
+    parts = args[0].parts
+    dtype = kwargs.get("dtype") or parts.dtype
+    if dtype not in HIGH_PRECISION:
+        return run_decoded(func, args, kwargs)
+    moves = {k: v for k, v in kwargs.items() if k in ("device", "non_blocking", "pin_memory")}
+    moved = map_parts(lambda t: func(t, **moves), parts)
+    return QuantizedTensor(dataclasses.replace(moved, dtype=dtype))
+
+
+@QuantizedTensor.implements(aten.empty_like.default)
+def _empty_like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Leaving the meta device (`Module.to_empty`) keeps the form; other new tensors are plain, as for any factory."""
+    parts, device = args[0].parts, kwargs.get("device")
+    if parts.device.type != "meta" or device is None or torch.device(device).type == "meta":
+        return func(torch.empty(parts.shape, dtype=parts.dtype, device=parts.device), **kwargs)
+    return QuantizedTensor(map_parts(lambda t: torch.empty_like(t, device=device), parts))
 
 
 torch.serialization.add_safe_globals([QuantizedTensor])

@@ -1,9 +1,9 @@
 """The upcast GEMM against float64 of the same quantized operands."""
 
-import oracles
 import pytest
 import torch
 
+import oracles
 from fullgraph import reference
 from fullgraph.formats import Format
 
@@ -65,12 +65,13 @@ def test_tolerance_notices_a_wrong_scale():
     assert error > TOLERANCE[torch.float32]
 
 
-def test_bias_is_rounded_once():
-    """A product of 1 + 2^-9 and a bias of 2^-9: rounding the product first would lose both."""
-    one, row = torch.tensor([[0x38]], dtype=torch.uint8), torch.tensor(1 + 2.0**-9)
-    e4m3 = (one, row, Format.E4M3, one, torch.tensor(1.0), Format.E4M3)
-    actual = reference.gemm_upcast(*e4m3, bias=torch.tensor([2.0**-9]), out_dtype=torch.bfloat16)
-    assert actual.item() == 1 + 2.0**-7 - (2.0**-7 if (1 + 2.0**-8) < 1 + 2.0**-8 else 0) or True
+def test_output_is_rounded_once():
+    """Product 1 + d and bias d: each rounds to less than their sum, 1 + 2d, does in bfloat16."""
+    d = 3 * 2.0**-10
+    one = torch.tensor([[0x38]], dtype=torch.uint8)
+    operands = (one, torch.tensor(1 + d), Format.E4M3, one, torch.tensor(1.0), Format.E4M3)
+    assert reference.gemm_upcast(*operands).item() == 1
+    assert reference.gemm_upcast(*operands, bias=torch.tensor([d])).item() == 1 + 2.0**-7
 
 
 def test_nan_and_saturated_codes_come_through():

@@ -16,6 +16,7 @@ from fullgraph.customop.check import cuda_graph_lint as cuda_graph_lint  # noqa:
 from fullgraph.customop.containers import Container as Container, decode as decode  # noqa: E402
 from fullgraph.customop.fields import Carry as Carry, Dyn as Dyn, Mut as Mut, Planned as Planned  # noqa: E402
 from fullgraph.customop.op import (  # noqa: E402
+    FROM_TOKEN as FROM_TOKEN,
     STRAIGHT_THROUGH as STRAIGHT_THROUGH,
     CustomOp as CustomOp,
     define as define,

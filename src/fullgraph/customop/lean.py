@@ -12,6 +12,8 @@ number of results, because functionalization refuses `Tensor[]` results of an op
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,67 +30,60 @@ from fullgraph.errors import ConfigError
 MAX_RESULTS = 16
 """Most plain tensors that a mutating op can return."""
 MAX_PLANS = 4096
-"""Plans kept for one token and layout before the cache starts anew (one for each combination of shapes)."""
+"""Plans kept for one op before its cache starts anew: one for each token, layout, device and combination of sizes."""
+
+Prepared = tuple[Plan, Callable[..., Any], Callable[[Mapping[str, Any]], Sequence[Any]]]
+"""What the hot path needs: a plan, how to make its argument object, how to order its results."""
+
+_shape_of = operator.attrgetter("shape")
 
 TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
-class Binding:
+def bind(table: FieldTable, meta: str) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     """How the flat arguments of a lean op become an argument object, for one `meta` string.
 
     Args:
         table: the argument dataclass.
         meta: token and layout.
+
+    Returns:
+        A function of the flat tensors (or specs) and the `Dyn` integers: an argument object with everything else
+        from the token.
     """
-
-    def __init__(self, table: FieldTable, meta: str) -> None:
-        self._cls = table.cls
-        self._constants: dict[str, Any] = {}
-        self._plain: list[tuple[str, int]] = []
-        self._structured: list[tuple[str, type, dict[str, Any], list[tuple[str, int]]]] = []
-        self._dyn: list[tuple[str, int]] = []
-        self.slots: list[torch.dtype] = []
-        self.plans: dict[Any, tuple[Plan, Callable[[Mapping[str, Any]], Sequence[Any]]]] = {}
-        values = parse(meta)
-        mutated = table.names(FieldKind.MUT)
-        # Read tensors come first in the flat list, mutated ones behind them.
-        for name in (*table.names(FieldKind.TENSOR), *mutated):
-            self._place(name, values[name])
-        for index, name in enumerate(table.names(FieldKind.DYN)):
-            self._dyn.append((name, index))
-        for name in table.names(FieldKind.CARRY):
-            self._constants[name] = None
-        for name in table.names(FieldKind.VALUE, FieldKind.PLANNED):
-            self._constants[name] = values[name]
-
-    def _place(self, name: str, form: Any) -> None:
-        if form is None:
-            self._constants[name] = None
-        elif isinstance(form, TensorSlot):
-            self._plain.append((name, self._slot(form)))
+    values = parse(meta)
+    constants: dict[str, Any] = dict.fromkeys(table.names(FieldKind.CARRY))
+    constants |= {name: values[name] for name in table.names(FieldKind.VALUE, FieldKind.PLANNED)}
+    plain: list[tuple[str, int]] = []
+    structured: list[tuple[str, type, dict[str, Any], list[tuple[str, int]]]] = []
+    place = itertools.count()
+    # Read tensors come first in the flat list, mutated ones behind them.
+    for name in (*table.names(FieldKind.TENSOR), *table.names(FieldKind.MUT)):
+        form = values[name]
+        if isinstance(form, TensorSlot):
+            plain.append((name, next(place)))
+        elif isinstance(form, Construct):
+            statics = {n: v for n, v in form.fields.items() if not isinstance(v, TensorSlot)}
+            places = [(n, next(place)) for n in form.fields if n not in statics]
+            structured.append((name, form.cls, statics, places))
         else:
-            assert isinstance(form, Construct)
-            slots = {n: v for n, v in form.fields.items() if isinstance(v, TensorSlot)}
-            constants = {n: v for n, v in form.fields.items() if n not in slots}
-            places = [(n, self._slot(v)) for n, v in slots.items()]
-            self._structured.append((name, form.cls, constants, places))
+            constants[name] = None
+    dyn_names = table.names(FieldKind.DYN)
+    cls, new = table.cls, object.__new__
 
-    def _slot(self, slot: TensorSlot) -> int:
-        self.slots.append(slot.dtype)
-        return len(self.slots) - 1
-
-    def arguments(self, flat: Sequence[Any], dyn: Sequence[Any]) -> Any:
-        """The argument object: tensors or specs from `flat`, everything else from the token."""
-        fields = self._constants.copy()
-        for name, index in self._plain:
+    def arguments(flat: Sequence[Any], dyn: Sequence[Any]) -> Any:
+        made = new(cls)
+        fields = made.__dict__
+        fields.update(constants)
+        for name, index in plain:
             fields[name] = flat[index]
-        for name, cls, constants, places in self._structured:
-            fields[name] = cls(**constants, **{n: flat[i] for n, i in places})
-        for name, index in self._dyn:
-            fields[name] = dyn[index]
-        arguments = object.__new__(self._cls)
-        object.__setattr__(arguments, "__dict__", fields)
-        return arguments
+        for name, parts, statics, places in structured:
+            fields[name] = parts(**statics, **{n: flat[i] for n, i in places})
+        if dyn:
+            fields.update(zip(dyn_names, dyn, strict=True))
+        return made
+
+    return arguments
 
 
 def _flattener(plan: Plan) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
@@ -100,6 +95,36 @@ def _flattener(plan: Plan) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
     if len(names) == 1:
         return lambda results: [results[names[0]]]
     return operator.itemgetter(*names) if names else lambda results: []
+
+
+@dataclasses.dataclass(frozen=True)
+class LeanCall:
+    """A lean op with everything bound that depends on neither sizes nor data.
+
+    Calling it picks the op's arguments out of a pool of plain tensors and runs it through the dispatcher.
+
+    Args:
+        overload: the op.
+        meta: token and layout.
+        read: positions in the pool of the tensors that are read, in field order.
+        mutated: positions of those that are changed; the overload has no such argument if there are none.
+        dyn: positions of the op's `Dyn` integers, or None if it has no such argument.
+    """
+
+    overload: Any
+    meta: str
+    read: tuple[int, ...]
+    mutated: tuple[int, ...]
+    dyn: tuple[int, ...] | None
+
+    def __call__(self, pool: Sequence[Any], dyn: Sequence[Any]) -> Sequence[torch.Tensor]:
+        arguments: list[Any] = [[pool[i] for i in self.read]]
+        if self.mutated:
+            arguments.append([pool[i] for i in self.mutated])
+        if self.dyn is not None:
+            arguments.append([dyn[i] for i in self.dyn])
+        results = self.overload(*arguments, self.meta)
+        return (results,) if isinstance(results, torch.Tensor) else results or ()
 
 
 class LeanOp:
@@ -118,115 +143,145 @@ class LeanOp:
         self.name = f"{namespace}::{name}"
         self._table = table
         self._plan, self._execute = direction.plan, direction.execute
-        self._bindings: dict[str, Binding] = {}
+        self._bindings: dict[str, Callable[[Sequence[Any], Sequence[Any]], Any]] = {}
+        self._prepared: dict[Any, Prepared] = {}
         self._has_dyn = bool(table.of(FieldKind.DYN))
-        dyn = "SymInt[] dyn, " if self._has_dyn else ""
-        self._define(library, name, f"(Tensor[] tensors, {dyn}str meta) -> Tensor[]", False, list)
+        self._define(library, "", "Tensor[]")
+        self._define(library, "single", "Tensor", arity=1)
         packet = getattr(getattr(torch.ops, namespace), name)
-        self.pure = packet.default
-        self.mutating: list[Any] = []
+        self.pure, self._single = packet.default, packet.single
+        self._mutating: list[Any] = []
         if table.of(FieldKind.MUT):
             for arity in range(MAX_RESULTS + 1):
                 returns = "Tensor" if arity == 1 else f"({', '.join(['Tensor'] * arity)})"
-                schema = f"(Tensor[] tensors, Tensor(a!)[] mutated, {dyn}str meta) -> {returns}"
-                self._define(library, f"{name}.mut{arity}", schema, True, _fixed_arity(arity))
-                self.mutating.append(getattr(packet, f"mut{arity}"))
+                self._define(library, f"mut{arity}", returns, arity=arity, mutates=True)
+                self._mutating.append(getattr(packet, f"mut{arity}"))
 
     @property
     def overloads(self) -> tuple[Any, ...]:
         """Every overload under which this op can stand in a graph."""
-        return (self.pure, *self.mutating)
+        return (self.pure, self._single, *self._mutating)
+
+    def call(
+        self,
+        meta: str,
+        results: int,
+        read: Sequence[int],
+        mutated: Sequence[int],
+        dyn: Sequence[int],
+        *,
+        is_inference: bool,
+    ) -> LeanCall:
+        """Choose the overload and bind what every call of one kind has in common.
+
+        Args:
+            meta: token and layout.
+            results: how many plain tensors come back.
+            read, mutated, dyn: see `LeanCall`.
+            is_inference: no gradient will be asked for.
+
+        Raises:
+            ConfigError: more results than a mutating op can have.
+        """
+        overload = self._single if is_inference and results == 1 else self.pure
+        if mutated:
+            if results > MAX_RESULTS:
+                raise ConfigError(
+                    f"{self.name} returns {results} tensors, more than a mutating op may ({MAX_RESULTS})",
+                    why="mutating ops are registered with a fixed number of results",
+                    do="save fewer tensors, or pack several into one",
+                )
+            overload = self._mutating[results]
+        return LeanCall(overload, meta, tuple(read), tuple(mutated), tuple(dyn) if self._has_dyn else None)
 
     def _define(
         self,
         library: torch.library.Library,
-        name: str,
-        schema: str,
-        mutates: bool,
-        finish: Callable[[Sequence[torch.Tensor]], Any],
+        overload: str,
+        returns: str,
+        *,
+        arity: int | None = None,
+        mutates: bool = False,
     ) -> None:
-        def unpack(run: Callable[..., list[torch.Tensor]]) -> Callable[..., Any]:
-            match mutates, self._has_dyn:
-                case False, False:
-                    return lambda tensors, meta: finish(run(tensors, (), meta))
-                case False, True:
-                    return lambda tensors, dyn, meta: finish(run(tensors, tuple(dyn), meta))
-                case True, False:
-                    return lambda tensors, mutated, meta: finish(run(tensors, (), meta, mutated))
-            return lambda tensors, mutated, dyn, meta: finish(run(tensors, tuple(dyn), meta, mutated))
+        def kernel(run: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Any]:
+            """`run` with the arguments and results of the schema."""
+            fix = _FIXED.get(arity, tuple)
+            if mutates and self._has_dyn:
+                return lambda tensors, mutated, dyn, meta: fix(run(tensors, meta, tuple(dyn), mutated))
+            if mutates:
+                return lambda tensors, mutated, meta: fix(run(tensors, meta, (), mutated))
+            if self._has_dyn:
+                return lambda tensors, dyn, meta: fix(run(tensors, meta, tuple(dyn)))
+            return run if arity is None else lambda tensors, meta: fix(run(tensors, meta))
 
-        library.define(name + schema, tags=TAGS)
-        library.impl(name, unpack(self._real), "CompositeExplicitAutograd")
-        qualified = f"{self.name.partition('::')[0]}::{name}"
-        torch.library.register_fake(qualified, unpack(self._fake), lib=library)
-
-    def call(
-        self, tensors: list[Any], mutated: list[Any], dyn: Sequence[Any], meta: str, results: int
-    ) -> Sequence[torch.Tensor]:
-        """Run the op through the dispatcher.
-
-        Args:
-            tensors: plain tensors that are read, in field order.
-            mutated: plain tensors that are changed.
-            dyn: the `Dyn` fields.
-            meta: token and layout.
-            results: how many plain tensors come back.
-        """
-        tail = (list(dyn), meta) if self._has_dyn else (meta,)
-        if not mutated:
-            return self.pure(tensors, *tail)
-        if results > MAX_RESULTS:
-            raise ConfigError(
-                f"{self.name} returns {results} tensors, more than a mutating op may ({MAX_RESULTS})",
-                why="mutating ops are registered with a fixed number of results",
-                do="save fewer tensors, or pack several into one",
-            )
-        result = self.mutating[results](tensors, mutated, *tail)
-        if results == 1:
-            return [result]
-        return [] if results == 0 else list(result)
+        namespace, _, name = self.name.partition("::")
+        name = f"{name}.{overload}" if overload else name
+        arguments = "Tensor[] tensors" + ", Tensor(a!)[] mutated" * mutates + ", SymInt[] dyn" * self._has_dyn
+        library.define(f"{name}({arguments}, str meta) -> {returns}", tags=TAGS)
+        library.impl(name, kernel(self._real), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{namespace}::{name}", kernel(self._fake), lib=library)
 
     def _real(
-        self, tensors: list[torch.Tensor], dyn: tuple[int, ...], meta: str, mutated: Sequence[Any] = ()
+        self,
+        tensors: Sequence[torch.Tensor],
+        meta: str,
+        dyn: tuple[int, ...] = (),
+        mutated: Sequence[torch.Tensor] = (),
     ) -> Sequence[torch.Tensor]:
-        binding = self._bindings.get(meta) or self._bind(meta)
         flat = [*tensors, *mutated] if mutated else tensors
-        key = (flat[0].device, dyn, *[t.shape for t in flat])
-        plan, flatten_results = binding.plans.get(key) or self._prepare(binding, key, flat, dyn)
-        results = self._execute(plan, binding.arguments(flat, dyn))
-        if verify.enabled():
+        key = (meta, flat[0].get_device(), *map(_shape_of, flat), *dyn)
+        plan, arguments, flatten_results = self._prepared.get(key) or self._prepare(key, flat, meta, dyn)
+        results = self._execute(plan, arguments(flat, dyn))
+        if verify.state.on:
             verify.results_match(self.name, plan, results, flat)
         for tensor in mutated:
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
         return flatten_results(results)
 
-    def _prepare(self, binding: Binding, key: Any, flat: Sequence[torch.Tensor], dyn: tuple[int, ...]) -> Any:
-        plan = self._plan(binding.arguments([TensorSpec.of(t) for t in flat], dyn))
-        if len(binding.plans) >= MAX_PLANS:
-            binding.plans.clear()
-        prepared = binding.plans[key] = plan, _flattener(plan)
+    def _prepare(
+        self, key: Any, flat: Sequence[torch.Tensor], meta: str, dyn: tuple[int, ...]
+    ) -> Prepared:
+        arguments = self._bind(meta)
+        plan = self._plan(arguments([TensorSpec.of(t) for t in flat], dyn))
+        if len(self._prepared) >= MAX_PLANS:
+            self._prepared.clear()
+        prepared = self._prepared[key] = plan, arguments, _flattener(plan)
         return prepared
 
     def _fake(
-        self, tensors: list[torch.Tensor], dyn: tuple[Any, ...], meta: str, mutated: Sequence[Any] = ()
+        self,
+        tensors: Sequence[torch.Tensor],
+        meta: str,
+        dyn: tuple[Any, ...] = (),
+        mutated: Sequence[torch.Tensor] = (),
     ) -> Sequence[torch.Tensor]:
-        binding = self._bindings.get(meta) or self._bind(meta)
-        specs = [TensorSpec.of(t) for t in (*tensors, *mutated)]
-        plan = self._plan(binding.arguments(specs, dyn))
+        _, plan = self.describe([*tensors, *mutated], meta, dyn)
         return [spec.empty() for spec in _flattener(plan)(plan.results)]
 
-    def _bind(self, meta: str) -> Binding:
-        binding = self._bindings[meta] = Binding(self._table, meta)
-        return binding
+    def describe(self, flat: Sequence[torch.Tensor], meta: str, dyn: tuple[Any, ...]) -> tuple[Any, Plan]:
+        """What a call means: its arguments with specs in place of tensors, and its plan.
+
+        Args:
+            flat: tensors that are read, then those that are mutated; fake ones will do.
+            meta: token and layout.
+            dyn: the `Dyn` fields.
+        """
+        arguments = self._bind(meta)([TensorSpec.of(t) for t in flat], dyn)
+        return arguments, self._plan(arguments)
+
+    def _bind(self, meta: str) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+        arguments = self._bindings.get(meta)
+        if arguments is None:
+            arguments = self._bindings[meta] = bind(self._table, meta)
+        return arguments
 
 
-def _fixed_arity(arity: int) -> Callable[[Sequence[torch.Tensor]], Any]:
-    if arity == 0:
-        return lambda results: None
-    if arity == 1:
-        return lambda results: results[0]
-    return tuple
+_FIXED: dict[int | None, Callable[[Sequence[torch.Tensor]], Any]] = {
+    0: lambda results: None,
+    1: operator.itemgetter(0),
+}
+"""How the results of a kernel become those of an overload with none and one; a tuple otherwise."""
 
 
 def layout(table: FieldTable, codes: Iterator[Any]) -> str:

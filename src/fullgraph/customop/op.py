@@ -23,10 +23,11 @@ from torch.autograd.function import once_differentiable
 from fullgraph._version import __version__
 from fullgraph.customop import compat, verify
 from fullgraph.customop.fields import NEEDS, FieldKind, FieldTable, read_fields
-from fullgraph.customop.lean import TAGS, LeanOp, layout
+from fullgraph.customop.lean import TAGS, LeanCall, LeanOp, layout
 from fullgraph.customop.plan import Pass, Plan, TensorSpec
 from fullgraph.customop.structured import (
     FRONTS,
+    StructuredTensor,
     code_of,
     flatten,
     is_parts,
@@ -40,7 +41,11 @@ from fullgraph.customop.token import encode, parse, remember, symbolic_value
 from fullgraph.errors import CompileError, ConfigError
 
 _LIBRARIES: dict[str, torch.library.Library] = {}
-_DEFINED: set[str] = set()
+_DEFINED: dict[str, CustomOp] = {}
+
+
+FROM_TOKEN: Any = None
+"""Default of a value field that always comes from a token, never from the arguments."""
 
 
 class StraightThrough:
@@ -53,24 +58,45 @@ STRAIGHT_THROUGH = StraightThrough()
 
 @dataclasses.dataclass(frozen=True)
 class BackwardCall:
-    """The backward of one kind of call: everything that does not depend on sizes."""
+    """The backward of one kind of call: everything that depends on neither sizes nor data.
 
-    meta: str
-    names: tuple[str, ...]
+    Args:
+        lean: the backward op; its pool is what the forward call kept, then the gradients of the outputs.
+        places: for each tensor field of the forward arguments, which result is its gradient, if any.
+    """
+
+    lean: LeanCall
+    places: tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One kind of call (token, layout, who needs a gradient): everything that does not depend on sizes."""
+    """One kind of call (token, layout, device, who needs a gradient): everything that depends on neither sizes nor data.
 
-    meta: str
+    Args:
+        lean: the forward op; its pool is the plain tensors of the arguments.
+        is_flat: whether no argument is a structured tensor.
+        needs: the fields that need a gradient.
+        values: value fields and planned values, by name.
+        outputs: for each output, its first result and its form; None for one that the plan leaves out.
+        without_gradient: positions of outputs that cannot have a gradient.
+        saved: what is saved for the backward pass: positions in the pool, followed there by the results.
+        state: likewise, what a later op may change: kept by reference, outside of version checks.
+        kept: backward field and form of everything in `saved` and `state`, in that order.
+        changing: positions in the pool of the tensors that this or a later op changes.
+        backwards: filled in as backward passes happen.
+    """
+
+    lean: LeanCall
+    is_flat: bool
     needs: tuple[str, ...]
     values: Mapping[str, Any]
-    outputs: Mapping[str, Any]
-    saved: Mapping[str, Any]
-    saved_inputs: Mapping[str, str]
-    saved_outputs: Mapping[str, str]
-    results: int
+    outputs: tuple[tuple[int, Any] | None, ...]
+    without_gradient: tuple[int, ...]
+    saved: tuple[int, ...]
+    state: tuple[int, ...]
+    kept: tuple[tuple[str, Any], ...]
+    changing: tuple[int, ...]
     backwards: dict[Any, BackwardCall] = dataclasses.field(default_factory=dict)
 
 
@@ -100,6 +126,11 @@ class CustomOp:
 
         kinds = (FieldKind.TENSOR, FieldKind.MUT, FieldKind.CARRY)
         self._tensor_names = self._table.names(*kinds)
+        self._gradient_fields = [(i, n) for i, n in enumerate(self._tensor_names) if n in gradients]
+        required = [i for i, f in enumerate(self._table.of(*kinds)) if not f.optional]
+        self._lead = required[0] if required else 0
+        handed_on = self._table.names(FieldKind.CARRY, FieldKind.MUT)
+        self._handed_on = [n for n in handed_on if self._backward_table and self._backward_table.get(n)]
         self._dyn_names = self._table.names(FieldKind.DYN)
         self._value_names = tuple(n for n in self._table.names(FieldKind.VALUE) if n != NEEDS)
         self._has_needs = self._table.get(NEEDS) is not None
@@ -223,7 +254,7 @@ class CustomOp:
         dyn = [getattr(arguments, name) for name in self._dyn_names]
         if torch.compiler.is_compiling():
             return self.front_op(token, dyn, constants, *tensors)
-        if verify.enabled():
+        if verify.state.on:
             self._check_token(arguments, token)
         return self.apply(token, tuple(dyn), tensors)
 
@@ -242,53 +273,43 @@ class CustomOp:
 
     # -- the eager path, and the front's kernel while tracing ------------------------------------------------------
 
-    def apply(self, token: str, dyn: tuple[Any, ...], tensors: Sequence[torch.Tensor | None]) -> Any:
+    def apply(self, token: str, dyn: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> Any:
         """Run the op on a token, `Dyn` integers and the tensors in field order."""
-        grad = torch.is_grad_enabled()
-        codes = tuple([code_of(t) for t in tensors])
-        needs = ()
-        if grad:
+        needs: tuple[str, ...] = ()
+        if torch.is_grad_enabled():
             needs = tuple(
-                [
-                    name
-                    for name, t in zip(self._tensor_names, tensors, strict=True)
-                    if t is not None and t.requires_grad and name in self._gradients
-                ]
+                [n for i, n in self._gradient_fields if (t := tensors[i]) is not None and t.requires_grad]
             )
-        key = (token, needs, codes)
+        device = None if (lead := tensors[self._lead]) is None else lead.device
+        key = (token, needs, device, *map(code_of, tensors))
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._prepare(token, needs, codes, tensors, dyn)
+            call = self._calls[key] = self._prepare(token, needs, tensors, dyn)
         if needs:
-            outputs = self._function.apply(call, dyn, *tensors)
-            return outputs
+            return self._function.apply(call, dyn, *tensors)
         outputs, _ = self.run_forward(call, dyn, tensors)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def run_forward(
-        self, call: Call, dyn: tuple[Any, ...], tensors: Sequence[torch.Tensor | None]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run the lean forward op; the outputs in order, and the saved results by name."""
-        read: list[Any] = []
-        mutated: list[Any] = []
-        for field, tensor in zip(self._table.of(*_TENSORS), tensors, strict=True):
-            if tensor is not None and field.kind is not FieldKind.CARRY:
-                (read if field.kind is FieldKind.TENSOR else mutated).extend(flatten(tensor))
-        flat = iter(self._lean_forward.call(read, mutated, dyn, call.meta, call.results))
-        outputs = {n: wrap(unflatten_like(form, flat)) for n, form in call.outputs.items()}
-        saved = {name: unflatten_like(form, flat) for name, form in call.saved.items()}
-        return tuple([outputs.get(name) for name in self._outputs]), saved
+        self, call: Call, dyn: Sequence[Any], tensors: Sequence[torch.Tensor | None]
+    ) -> tuple[tuple[Any, ...], list[Any]]:
+        """Run the lean forward op; the outputs in order, and the pool of all plain tensors."""
+        pool = list(tensors) if call.is_flat else _flat(tensors)
+        if call.changing:
+            compat.mark_no_version_check(pool[i] for i in call.changing)
+        results = call.lean(pool, dyn)
+        outputs = tuple([None if o is None else _take(results, *o) for o in call.outputs])
+        pool += results
+        return outputs, pool
 
     def _prepare(
         self,
         token: str,
         needs: tuple[str, ...],
-        codes: tuple[Any, ...],
         tensors: Sequence[torch.Tensor | None],
-        dyn: tuple[Any, ...],
+        dyn: Sequence[Any],
     ) -> Call:
         fields = self._table.of(*_TENSORS)
-        visible = [c for f, c in zip(fields, codes, strict=True) if f.kind is not FieldKind.CARRY]
         for field, tensor in zip(fields, tensors, strict=True):
             if tensor is None and not field.optional:
                 raise ConfigError(
@@ -296,37 +317,79 @@ class CustomOp:
                     why=f"{self._table.cls.__name__}.{field.name} is not declared `| None`",
                     do="pass a tensor, or declare the field optional",
                 )
+        if all(t is None for f, t in zip(fields, tensors, strict=True) if f.kind is not FieldKind.CARRY):
+            raise ConfigError(
+                f"{self.name}: got no tensor at all",
+                why="the op takes device and shapes from its tensors",
+                do=f"pass at least one of {list(self._table.names(FieldKind.TENSOR, FieldKind.MUT))}",
+            )
         values = parse(token)
         arguments = object.__new__(self._table.cls)
         arguments.__dict__.update({n: values[n] for n in self._value_names})
         arguments.__dict__.update(zip(self._dyn_names, dyn, strict=True))
-        arguments.__dict__.update(
-            {
-                f.name: None if f.kind is FieldKind.CARRY else to_spec(t)
-                for f, t in zip(fields, tensors, strict=True)
-            }
+        meta = token + layout(
+            self._table,
+            (code_of(t) for f, t in zip(fields, tensors, strict=True) if f.kind is not FieldKind.CARRY),
         )
-        meta = token + layout(self._table, iter(visible))
         if self._has_needs:
             arguments.__dict__[NEEDS] = needs
             meta += f",{NEEDS}={encode(needs)}"
+        slots = _Slots()
+        for field, tensor in zip(fields, tensors, strict=True):
+            spec = to_spec(tensor)
+            slots.add(field.name, spec)
+            arguments.__dict__[field.name] = None if field.kind is FieldKind.CARRY else spec
+        num_inputs = slots.count
         plan = self._forward.plan(arguments)
         self._check_plan(plan)
+        results = _Slots(num_inputs)
+        for name, spec in plan.results.items():
+            results.add(name, spec)
+
+        saved: dict[str, tuple[tuple[int, ...], Any]] = {}
+        state: dict[str, tuple[tuple[int, ...], Any]] = {}
+        if needs and self._backward_table is not None:
+            saved.update({n: results[n] for n in plan.saved})
+            saved.update({n: slots[source] for n, source in plan.saved_inputs.items()})
+            saved.update({n: results[source] for n, source in plan.saved_outputs.items()})
+            state.update({n: slots[n] for n in self._handed_on})
+            self._check_kept(plan, {n for n, (_, form) in {**saved, **state}.items() if form is not None})
+        outputs = [plan.outputs.get(name) for name in self._outputs]
         return Call(
-            meta,
-            needs,
-            {**values, **plan.values},
-            outputs={n: _form(plan.outputs[n]) for n in plan.outputs},
-            saved={n: _form(spec) for n, spec in plan.saved.items()},
-            saved_inputs=dict(plan.saved_inputs),
-            saved_outputs=dict(plan.saved_outputs),
-            results=sum(len(flatten(spec)) for spec in plan.results.values()),
+            lean=self._lean_forward.call(
+                meta,
+                results.count - num_inputs,
+                slots.all(*self._table.names(FieldKind.TENSOR)),
+                slots.all(*self._table.names(FieldKind.MUT)),
+                range(len(self._dyn_names)),
+                is_inference=not needs,
+            ),
+            is_flat=not any(isinstance(t, StructuredTensor) for t in tensors),
+            needs=needs,
+            values={**values, **plan.values},
+            outputs=tuple(
+                [
+                    None if spec is None else (results[name][0][0] - num_inputs, results[name][1])
+                    for name, spec in zip(self._outputs, outputs, strict=True)
+                ]
+            ),
+            without_gradient=tuple(
+                [
+                    i
+                    for i, o in enumerate(outputs)
+                    if o is not None and not (o.dtype.is_floating_point or o.dtype.is_complex)
+                ]
+            ),
+            saved=_places(saved),
+            state=_places(state),
+            kept=tuple([(n, form) for n, (_, form) in (*saved.items(), *state.items()) if form is not None]),
+            changing=slots.all(*self._table.names(FieldKind.MUT, FieldKind.CARRY)),
         )
 
     def _check_plan(self, plan: Plan) -> None:
         """The names of a forward plan must fit the definition."""
         unknown = [n for n in plan.outputs if n not in self._outputs]
-        if unknown or (len(self._outputs) == 1 and not plan.outputs):
+        if unknown or (len(self._outputs) == 1 and plan.outputs.get(self._outputs[0]) is None):
             raise CompileError(
                 f"{self.name}: the plan has the outputs {list(plan.outputs)}, defined are {list(self._outputs)}",
                 why="the number of outputs is part of the op",
@@ -342,14 +405,50 @@ class CustomOp:
                 why="a Planned field of the backward arguments takes the plan's value of its name",
                 do="give the plan exactly these values",
             )
-        for name in (*plan.saved, *plan.saved_inputs, *plan.saved_outputs):
-            field = self._backward_table.get(name)
+        for name, source in plan.saved_inputs.items():
+            field = self._table.get(source)
+            if field is None or field.kind is not FieldKind.TENSOR:
+                raise CompileError(
+                    f"{self.name}: the plan saves the input {source!r} as {name!r}, which is no Tensor field of "
+                    f"{self._table.cls.__name__}",
+                    why="only a tensor that the op reads can be saved as it is",
+                    do=f"choose from {list(self._table.names(FieldKind.TENSOR))}; a Mut or Carry field reaches the "
+                    "backward field of its own name anyway",
+                )
+        for name, source in plan.saved_outputs.items():
+            if plan.outputs.get(source) is None:
+                raise CompileError(
+                    f"{self.name}: the plan saves the output {source!r} as {name!r}, but makes no such output",
+                    why="only an output that the plan makes can be saved",
+                    do=f"choose from {list(plan.outputs)}",
+                )
+
+    def _check_kept(self, plan: Plan, kept: set[str]) -> None:
+        """What the forward call keeps must fit the backward arguments, exactly."""
+        table = self._backward_table
+        assert table is not None
+        saved = [*plan.saved, *plan.saved_inputs, *plan.saved_outputs]
+        for name in saved:
+            field = table.get(name)
             if field is None or field.kind not in (FieldKind.TENSOR, FieldKind.MUT):
                 raise CompileError(
-                    f"{self.name}: the plan saves {name!r}, which is no tensor field of "
-                    f"{self._backward_table.cls.__name__}",
+                    f"{self.name}: the plan saves {name!r}, which is no tensor field of {table.cls.__name__}",
                     why="every saved tensor is for the backward field of the same name",
                     do="declare the field, or do not save it",
+                )
+            if saved.count(name) + (name in self._handed_on) > 1:
+                raise CompileError(
+                    f"{self.name}: {table.cls.__name__}.{name} would get two tensors",
+                    why="a field is filled once: from saved, saved_inputs, saved_outputs, or a Carry or Mut field",
+                    do="rename one of them",
+                )
+        arriving = kept | {f"grad_{n}" for n, spec in plan.outputs.items() if spec is not None}
+        for field in table.of(FieldKind.TENSOR, FieldKind.MUT):
+            if not field.optional and field.name not in arriving:
+                raise CompileError(
+                    f"{self.name}: backward field {field.name} has no tensor",
+                    why="the forward plan does not save it, and no Carry or Mut field of its name has one",
+                    do=f"save {field.name!r} in the plan, or declare the field `| None`",
                 )
 
     def _check_token(self, arguments: Any, token: str) -> None:
@@ -369,141 +468,167 @@ class CustomOp:
     def run_backward(
         self,
         call: Call,
-        dyn: tuple[Any, ...],
-        tensors: Mapping[str, Any],
-        needs: tuple[str, ...],
-    ) -> dict[str, torch.Tensor]:
-        """Run the lean backward op: gradients by forward field name.
+        dyn: Sequence[Any],
+        kept: Sequence[Any],
+        gradients: Sequence[torch.Tensor | None],
+        wanted: tuple[bool, ...],
+    ) -> list[torch.Tensor | None]:
+        """Run the lean backward op.
 
         Args:
             call: the forward call.
             dyn: the `Dyn` integers of the forward call.
-            tensors: saved tensors, carried tensors and output gradients by backward field name.
-            needs: the forward fields whose gradient is wanted.
+            kept: the plain tensors that the forward call kept, as `call.kept` describes them.
+            gradients: those of the outputs.
+            wanted: for each tensor field, whether autograd asks for its gradient.
+
+        Returns:
+            For each tensor field its gradient, or None.
         """
-        table, lean = self._backward_table, self._lean_backward
-        assert table is not None and lean is not None
-        fields = table.of(FieldKind.TENSOR, FieldKind.MUT)
-        ordered = [tensors.get(f.name) for f in fields]
-        codes = tuple([code_of(t) for t in ordered])
-        dyn = tuple([dyn[self._dyn_names.index(n)] for n in table.names(FieldKind.DYN)])
-        backward = call.backwards.get((needs, codes))
+        key = (wanted, *map(code_of, gradients))
+        backward = call.backwards.get(key)
         if backward is None:
-            backward = self._prepare_backward(call, needs, codes, dict(tensors), dyn)
-            call.backwards[(needs, codes)] = backward
-        read: list[Any] = []
-        mutated: list[Any] = []
-        for field, tensor in zip(fields, ordered, strict=True):
-            (read if field.kind is FieldKind.TENSOR else mutated).extend(flatten(tensor))
-        flat = lean.call(read, mutated, dyn, backward.meta, len(backward.names))
-        return dict(zip(backward.names, flat, strict=True))
+            needs = tuple([n for n, w in zip(self._tensor_names, wanted, strict=True) if w and n in call.needs])
+            backward = self._prepare_backward(call, dyn, kept, gradients, needs)
+            call.backwards[key] = backward
+        results = backward.lean([*kept, *gradients], dyn)
+        return [None if place is None else results[place] for place in backward.places]
 
     def _prepare_backward(
         self,
         call: Call,
+        dyn: Sequence[Any],
+        kept: Sequence[Any],
+        gradients: Sequence[torch.Tensor | None],
         needs: tuple[str, ...],
-        codes: tuple[Any, ...],
-        tensors: dict[str, Any],
-        dyn: tuple[Any, ...],
     ) -> BackwardCall:
-        table = self._backward_table
-        assert table is not None and isinstance(self._backward, Pass)
+        table, lean = self._backward_table, self._lean_backward
+        assert table is not None and lean is not None and isinstance(self._backward, Pass)
         arguments = object.__new__(table.cls)
-        text = self._salt
+        fields = arguments.__dict__
+        meta = self._salt
         for name in table.names(FieldKind.VALUE, FieldKind.PLANNED):
-            value = needs if name == NEEDS else call.values[name]
-            arguments.__dict__[name] = value
-            text = f"{text},{name}={encode(value)}"
-        for field in table.of(FieldKind.TENSOR, FieldKind.MUT):
-            tensor = tensors.get(field.name)
-            if tensor is None and not field.optional:
-                raise CompileError(
-                    f"{self.name}: backward field {field.name} has no tensor",
-                    why="the forward plan does not save it and no Carry or Mut field has its name",
-                    do=f"save {field.name!r} in the plan, or declare the field `| None`",
-                )
-            arguments.__dict__[field.name] = to_spec(tensor)
-        arguments.__dict__.update(zip(table.names(FieldKind.DYN), dyn, strict=True))
+            fields[name] = needs if name == NEEDS else call.values[name]
+            meta = f"{meta},{name}={encode(fields[name])}"
+        dyn_names = table.names(FieldKind.DYN)
+        dyn_places = [self._dyn_names.index(name) for name in dyn_names]
+        fields.update({name: dyn[i] for name, i in zip(dyn_names, dyn_places, strict=True)})
+        slots = _Slots()
+        flat = iter(kept)
+        specs = {name: to_spec(unflatten_like(form, flat)) for name, form in call.kept}
+        specs |= {f"grad_{n}": to_spec(g) for n, g in zip(self._outputs, gradients, strict=True)}
+        for name, spec in specs.items():
+            slots.add(name, spec)
+        tensor_fields = table.names(FieldKind.TENSOR, FieldKind.MUT)
+        fields.update({name: specs.get(name) for name in tensor_fields})
         plan = self._backward.plan(arguments)
-        wrong = [n for n, s in plan.outputs.items() if n not in needs or is_parts(s)] + list(plan.saved)
+        wrong = [n for n, s in plan.results.items() if n not in needs or is_parts(s)] + list(plan.saved)
         if wrong:
             raise CompileError(
                 f"{self.name}: the backward plan has the results {wrong}, needed are {list(needs)}",
                 why="each result of the backward op is the plain gradient of a forward field that needs one",
                 do="look at `needs` in the plan and leave out what is not in it",
             )
-        return BackwardCall(text + layout(table, iter(codes)), tuple(plan.outputs))
+        results = list(plan.results)
+        return BackwardCall(
+            lean.call(
+                meta + layout(table, (code_of(specs.get(name)) for name in tensor_fields)),
+                len(results),
+                slots.all(*table.names(FieldKind.TENSOR)),
+                slots.all(*table.names(FieldKind.MUT)),
+                dyn_places,
+                is_inference=False,
+            ),
+            tuple([results.index(n) if n in results else None for n in self._tensor_names]),
+        )
 
 
 _TENSORS = (FieldKind.TENSOR, FieldKind.MUT, FieldKind.CARRY)
 
 
+class _Slots:
+    """Where named tensors stand in a flat list: positions of their plain tensors, and their form."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+        self._places: dict[str, tuple[tuple[int, ...], Any]] = {}
+
+    def add(self, name: str, spec: Any) -> None:
+        """Place the plain tensors of `spec` behind those before; None takes one place too."""
+        size = len(flatten(spec)) if is_parts(spec) else 1
+        self._places[name] = tuple(range(self.count, self.count + size)), _form(spec)
+        self.count += size
+
+    def __getitem__(self, name: str) -> tuple[tuple[int, ...], Any]:
+        return self._places[name]
+
+    def all(self, *names: str) -> tuple[int, ...]:
+        """Positions of all plain tensors under these names, without those that are absent."""
+        present = [self._places[n] for n in names if n in self._places]
+        return tuple([i for places, form in present if form is not None for i in places])
+
+
+def _places(kept: Mapping[str, tuple[tuple[int, ...], Any]]) -> tuple[int, ...]:
+    return tuple([i for places, form in kept.values() if form is not None for i in places])
+
+
 def _form(spec: Any) -> Any:
     """A spec without its sizes: the form of a result, safe to keep after tracing."""
+    if spec is None:
+        return None
     if is_parts(spec):
         return map_parts(_form, spec)
     return TensorSpec((), spec.dtype, torch.device("meta"))
 
 
+def _flat(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The plain tensors of all; None stays, so that places do not depend on it."""
+    return [
+        plain for t in tensors for plain in (flatten(t) if isinstance(t, StructuredTensor) else (t,))
+    ]
+
+
+def _take(results: Sequence[torch.Tensor], start: int, form: Any) -> torch.Tensor:
+    """One output out of the results of the forward op."""
+    if isinstance(form, TensorSpec):
+        return results[start]
+    return wrap(unflatten_like(form, iter(results[start:])))
+
+
+def _plain_gradient(gradient: Any) -> torch.Tensor | None:
+    """The gradient of an output as the backward op takes it: always a plain tensor."""
+    if isinstance(gradient, StructuredTensor):
+        return gradient.parts.decode()
+    return plain_gradient(gradient)
+
+
 def _make_function(op: CustomOp) -> type[torch.autograd.Function]:
     """The `autograd.Function` of an op: what the front's kernel and eager mode run."""
-    names = op._tensor_names
-    fields = op._table.of(*_TENSORS)
-    state = [i for i, f in enumerate(fields) if f.kind is not FieldKind.TENSOR]
-    backward_table = op._backward_table
 
-    def is_state(name: str) -> bool:
-        """Tensors that a later op may change: kept by reference, outside of version checks."""
-        forward = op._table.get(name)
-        backward = backward_table.get(name) if backward_table else None
-        return (forward is not None and forward.kind in (FieldKind.CARRY, FieldKind.MUT)) or (
-            backward is not None and backward.kind is FieldKind.MUT
-        )
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        plain = [_plain_gradient(g) for g in gradients]
+        if isinstance(op._backward, StraightThrough):
+            return (None, None, *[plain[0] if n in op._gradients else None for n in op._tensor_names])
+        kept = [*ctx.saved_tensors, *ctx.state]
+        return (None, None, *op.run_backward(ctx.call, ctx.dyn, kept, plain, ctx.needs_input_grad[2:]))
 
-    kept = [
-        (i, f.name)
-        for i, f in enumerate(fields)
-        if f.kind is not FieldKind.TENSOR and backward_table and backward_table.get(f.name)
-    ]
+    backward_once = once_differentiable(backward)
 
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, call: Call, dyn: tuple[Any, ...], *tensors: torch.Tensor | None) -> Any:
-            if state:
-                changing = [t for i in state for t in flatten(tensors[i])]
-                compat.mark_no_version_check(changing)
-            outputs, saved = op.run_forward(call, dyn, tensors)
-            for name, source in call.saved_inputs.items():
-                saved[name] = tensors[names.index(source)]
-            for name, source in call.saved_outputs.items():
-                saved[name] = outputs[op._outputs.index(source)]
+        def forward(ctx: Any, call: Call, dyn: Sequence[Any], *tensors: torch.Tensor | None) -> Any:
+            outputs, pool = op.run_forward(call, dyn, tensors)
             ctx.call, ctx.dyn = call, dyn
-            ctx.state = {name: tensors[i] for i, name in kept}
-            ctx.state.update({n: t for n, t in saved.items() if is_state(n)} if state else {})
-            to_save = [(n, t) for n, t in saved.items() if n not in ctx.state]
-            ctx.forms = [(n, _form(to_spec(t))) for n, t in to_save]
-            ctx.save_for_backward(*[plain for _, t in to_save for plain in flatten(t)])
-            ctx.mark_non_differentiable(
-                *[o for o in outputs if o is not None and not o.is_floating_point()]
-            )
+            ctx.state = [pool[i] for i in call.state]
+            ctx.save_for_backward(*[pool[i] for i in call.saved])
+            if call.without_gradient:
+                ctx.mark_non_differentiable(*[outputs[i] for i in call.without_gradient])
             return outputs[0] if len(outputs) == 1 else outputs
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *gradients: Any) -> Any:
-            call = ctx.call
-            wanted = ctx.needs_input_grad[2:]
-            needs = tuple([n for n, w in zip(names, wanted, strict=True) if w and n in call.needs])
-            plain = [plain_gradient(g) for g in gradients]
-            if isinstance(op._backward, StraightThrough):
-                results = {op._gradients[0]: plain[0]}
-            else:
-                flat = iter(ctx.saved_tensors)
-                tensors = {name: unflatten_like(form, flat) for name, form in ctx.forms}
-                tensors.update(ctx.state)
-                tensors.update({f"grad_{n}": g for n, g in zip(op._outputs, plain, strict=True)})
-                results = op.run_backward(call, ctx.dyn, tensors, needs)
-            return (None, None, *[results.get(n) for n in names])
+            # Only under create_graph=True: there a second derivative has to raise, not to be zero in silence.
+            return backward_once(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
 
     Function.__name__ = Function.__qualname__ = op.name.partition("::")[2]
     return Function
@@ -628,5 +753,10 @@ def define(
     if isinstance(backward, StraightThrough) and not len(gradients) == len(outputs) == 1:
         raise ConfigError(f"define {name}: STRAIGHT_THROUGH needs one gradient and one output")
     op = CustomOp(name, forward, backward, gradients, outputs, version)
-    _DEFINED.add(name)
+    _DEFINED[name] = op
     return op
+
+
+def defined_ops() -> tuple[CustomOp, ...]:
+    """Every op that `define` has made in this process, in order."""
+    return tuple(_DEFINED.values())

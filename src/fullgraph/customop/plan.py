@@ -55,8 +55,8 @@ class Plan:
 
     Args:
         outputs: results by name, as a `TensorSpec` or the parts of a structured tensor filled with specs. In the
-            forward pass the names of `define(outputs=...)`; a name left out is None for the caller. In the
-            backward pass the names of forward fields: their gradients; a needed name left out has none.
+            forward pass the names of `define(outputs=...)`; one that is left out, or None, is None for the caller.
+            In the backward pass the names of forward fields: their gradients; a needed name left out has none.
         saved: more results of the forward pass, each for the backward field of that name.
         saved_inputs: backward field -> forward field whose tensor is saved as it is.
         saved_outputs: backward field -> output that is saved as it is.
@@ -74,7 +74,7 @@ class Plan:
     @property
     def results(self) -> dict[str, Any]:
         """Everything that `execute` must return, in the order in which the op returns it."""
-        return {**self.outputs, **self.saved}
+        return {n: spec for n, spec in {**self.outputs, **self.saved}.items() if spec is not None}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ _NUM_WARPS = 8
 _TILES_PER_PROGRAM = 4  # of the amax kernel: fewer atomics, and still enough programs
 
 _FP8 = {"E4M3": tl.float8e4nv, "E5M2": tl.float8e5}
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INF_BITS = tl.constexpr(0x7F800000)
 _NAN_BITS = tl.constexpr(0x7FC00000)
 _SIGN_AND_EXPONENT = tl.constexpr(-(1 << 23))
@@ -63,9 +64,9 @@ def cast_per_tensor(
     padded_rows, padded_columns = _round_up(rows, pad), _round_up(columns, pad)
     rowwise = columnwise = None
     if orientation.rowwise:
-        rowwise = x.new_empty((padded_rows, padded_columns), dtype=torch.uint8)
+        rowwise = x.new_empty((rows, padded_columns), dtype=torch.uint8)
     if orientation.columnwise:
-        columnwise = x.new_empty((padded_columns, padded_rows), dtype=torch.uint8)
+        columnwise = x.new_empty((columns, padded_rows), dtype=torch.uint8)
     scale_inv = x.new_empty((), dtype=torch.float32)
     tile_rows, tile_columns = _TILE
     tiles_across = max(1, triton.cdiv(padded_columns, tile_columns))
@@ -154,19 +155,19 @@ def _amax_kernel(
         tile = tl.program_id(0) * NUM_TILES + i
         m, k = _tile_indices(tile, tiles_across, TILE_M, TILE_K)
         x = _load(x_ptr, m, k, rows, columns, stride_row, stride_column)
-        magnitude = tl.abs(x.to(tl.float32))
-        largest = tl.maximum(largest, magnitude.to(tl.int32, bitcast=True))
-    bits = tl.max(largest)
-    bits = tl.where(bits > _INF_BITS, _NAN_BITS, bits)
-    tl.atomic_max(bits_ptr, bits, sem="relaxed")
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
+        largest = tl.maximum(largest, bits)
+    result = tl.max(largest)
+    result = tl.where(result > _INF_BITS, _NAN_BITS, result)
+    tl.atomic_max(bits_ptr, result, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["tiles_across"])
 def _cast_kernel(
     x_ptr,
     amax_ptr,
-    rowwise_ptr,  # uint8 [padded_rows, padded_columns], or None
-    columnwise_ptr,  # uint8 [padded_columns, padded_rows], or None
+    rowwise_ptr,  # uint8 [rows, padded_columns], or None
+    columnwise_ptr,  # uint8 [columns, padded_rows], or None
     scale_inv_ptr,
     rows,
     columns,
@@ -197,10 +198,10 @@ def _cast_kernel(
     x = _load(x_ptr, m, k, rows, columns, stride_row, stride_column)
     data = _encode(x, scale, FORMAT_MAX, NAN_CODE, FP8)
     if rowwise_ptr is not None:
-        inside = (m[:, None] < padded_rows) & (k[None, :] < padded_columns)
+        inside = (m[:, None] < rows) & (k[None, :] < padded_columns)
         tl.store(rowwise_ptr + m[:, None] * padded_columns + k[None, :], data, mask=inside)
     if columnwise_ptr is not None:
-        inside = (k[:, None] < padded_columns) & (m[None, :] < padded_rows)
+        inside = (k[:, None] < columns) & (m[None, :] < padded_rows)
         offsets = k[:, None] * padded_rows + m[None, :]
         tl.store(columnwise_ptr + offsets, tl.trans(data), mask=inside)
 
@@ -248,11 +249,12 @@ def _encode(x, scale, FORMAT_MAX: tl.constexpr, NAN_CODE: tl.constexpr, FP8: tl.
     value = x.to(tl.float32) * scale
     clamped = tl.minimum(tl.maximum(value, -FORMAT_MAX), FORMAT_MAX)  # NaN becomes a number here
     codes = clamped.to(FP8).to(tl.uint8, bitcast=True)
-    # Do not write this as a NaN-propagating clamp before the cast. The selection of single bytes
-    # after it also keeps us clear of a silent miscompile on Hopper (triton-lang/triton#11111,
-    # pytorch/ao#4652): where a kernel stores a tile packed and its transpose byte by byte, ptxas
-    # before CUDA 13 merges two conversions into one register and then reads the second byte of
-    # each four from a stale one. Bytes that pass through a selection are not merged.
-    # tests/gpu/test_kernels.py compares every transposed byte with its rowwise twin, and
-    # tests/unit/test_kernels_compiled.py looks for merged conversions, which needs no GPU.
+    # Do not write this as a NaN-propagating clamp before the cast. Selecting single bytes after it
+    # also keeps us clear of a silent miscompile on Hopper (triton-lang/triton#11111,
+    # pytorch/ao#4652): where a kernel stores a tile in packed words and its transpose byte by
+    # byte, the ptxas of CUDA 12.8 and 12.9 merges two conversions into one register and then reads
+    # the second byte of each four from another register before that is written. Bytes that pass
+    # through a selection are not merged: tests/unit/test_kernels_compiled.py looks, without a GPU;
+    # tests/gpu/test_kernels.py compares every transposed byte with its rowwise twin.
+    # Testing x rather than value for NaN keeps Triton from transposing x and casting it twice.
     return tl.where(x != x, NAN_CODE, codes)

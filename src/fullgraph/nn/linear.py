@@ -44,7 +44,7 @@ def linear(
     recipe = current_recipe() if recipe is None else resolve(recipe)
     device = input.device.type
     dtype = input.dtype
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     token = linear_token(recipe.numerics_text, dtype, quantized_output)
     return linear_op(LinearArguments(input, weight, bias), token=token)

@@ -22,14 +22,13 @@ from torch.nn import functional as F
 
 from fullgraph import customop, gemm
 from fullgraph._version import __version__
-from fullgraph.customop import Pass, Plan, Planned, TensorSpec
+from fullgraph.customop import FROM_TOKEN, Pass, Plan, Planned, TensorSpec
 from fullgraph.customop.token import Encoded
 from fullgraph.errors import ConfigError, ShapeError, describe
 from fullgraph.gemm import GemmBackend
 from fullgraph.formats import BOTH, COLUMNWISE, ROWWISE, Orientation
-from fullgraph.quantizers import HIGH_PRECISION
 from fullgraph.recipes import LinearNumerics
-from fullgraph.tensor import QuantizedParts, Quantizer
+from fullgraph.tensor import HIGH_PRECISION, QuantizedParts, Quantizer
 
 
 @dataclasses.dataclass
@@ -48,9 +47,9 @@ class LinearArguments:
     input: Tensor
     weight: Tensor
     bias: Tensor | None
-    numerics: LinearNumerics | None = None
-    output_dtype: torch.dtype | None = None
-    quantized_output: bool | None = None
+    numerics: LinearNumerics = FROM_TOKEN
+    output_dtype: torch.dtype = FROM_TOKEN
+    quantized_output: bool = FROM_TOKEN
     needs: tuple[str, ...] = ()
 
 
@@ -92,8 +91,8 @@ class Decisions:
     pad: int
 
 
-def plan_forward(a: LinearArguments) -> Plan:
-    """Decide the forward pass: copies to make, tensors to save, shape of the output."""
+def plan_forward(a: Any) -> Plan:
+    """Decide the forward pass from `LinearArguments` of specs: copies to make, tensors to save, the output's form."""
     _check(a)
     numerics = a.numerics
     dgrad, wgrad = "input" in a.needs, "weight" in a.needs
@@ -136,8 +135,8 @@ def plan_forward(a: LinearArguments) -> Plan:
     )
 
 
-def forward(plan: Plan, a: LinearArguments) -> dict[str, Any]:
-    """Execute a forward plan."""
+def forward(plan: Plan, a: Any) -> dict[str, Any]:
+    """Execute a forward plan on `LinearArguments` of tensors and parts."""
     numerics, decisions = a.numerics, plan.decisions
     input = _quantized("input", a.input, numerics.input, decisions)
     weight = _quantized("weight", a.weight, numerics.weight, decisions)
@@ -164,8 +163,8 @@ def forward(plan: Plan, a: LinearArguments) -> dict[str, Any]:
     return results
 
 
-def plan_backward(a: LinearBackwardArguments) -> Plan:
-    """Decide the backward pass: which GEMMs run, and which copies of grad_output they read."""
+def plan_backward(a: Any) -> Plan:
+    """Decide the backward pass from `LinearBackwardArguments` of specs: which GEMMs run, which copies they read."""
     grad_output, device, numerics = a.grad_output, a.grad_output.device, a.numerics
     outputs: dict[str, TensorSpec] = {}
     gemms: dict[str, GemmBackend | None] = {}
@@ -197,8 +196,8 @@ def plan_backward(a: LinearBackwardArguments) -> Plan:
     return Plan(outputs, decisions=Decisions(gemms, copies, gemm.alignment(device)))
 
 
-def backward(plan: Plan, a: LinearBackwardArguments) -> dict[str, Tensor]:
-    """Execute a backward plan."""
+def backward(plan: Plan, a: Any) -> dict[str, Tensor]:
+    """Execute a backward plan on `LinearBackwardArguments` of tensors and parts."""
     numerics, decisions = a.numerics, plan.decisions
     rows = math.prod(a.grad_output.shape[:-1])
     grad_output = a.grad_output.reshape(rows, a.grad_output.shape[-1])
@@ -244,9 +243,7 @@ def _copies(**operands: tuple[Any, bool, bool]) -> dict[str, Orientation]:
     return copies
 
 
-def _backend(
-    device: torch.device, a: tuple[Any, Quantizer | None], b: tuple[Any, Quantizer | None]
-) -> GemmBackend:
+def _backend(device: torch.device, a: tuple[Any, Any], b: tuple[Any, Any]) -> GemmBackend:
     """The routine of a low-precision GEMM of two (tensor, quantizer) operands."""
     formats = [
         (tensor.quantizer if isinstance(tensor, QuantizedParts) else quantizer).format
@@ -289,7 +286,9 @@ def _gemm(
         )
         for parts, orientation in (a, b)
     ]
-    return gemm.gemm(decisions.gemms[name], *operands, **options)
+    backend = decisions.gemms[name]
+    assert backend is not None
+    return gemm.gemm(backend, *operands, **options)
 
 
 def _plain(tensor: Any, dtype: torch.dtype) -> Tensor:
@@ -303,7 +302,7 @@ def _matrix(tensor: Any, dtype: torch.dtype) -> Tensor:
     return plain.reshape(math.prod(plain.shape[:-1]), plain.shape[-1])
 
 
-def _check(a: LinearArguments) -> None:
+def _check(a: Any) -> None:
     """Refuse what nn.Linear would refuse, and dtypes without a quantized meaning."""
     features = a.weight.shape[-1] if len(a.weight.shape) == 2 else None
     if features is None:
@@ -329,6 +328,12 @@ def _check(a: LinearArguments) -> None:
                 f"Linear: the {name} must be float32, bfloat16 or float16, got {describe(tensor)}",
                 why="these are the dtypes of training in mixed or low precision",
                 do=f"convert the {name}, or use torch.nn.Linear",
+            )
+        if tensor is not None and tensor.device != a.input.device:
+            raise ConfigError(
+                f"Linear: all tensors must be on one device, got input on {a.input.device}, "
+                f"{name} on {tensor.device}",
+                do=f"move the {name} or the input",
             )
 
 

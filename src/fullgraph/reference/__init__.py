@@ -15,6 +15,7 @@ from fullgraph.reference.per_tensor import (
     amax,
     cast_per_tensor,
     dequantize_per_tensor,
+    pad_columns,
     scale_from_amax,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "dequantize_per_tensor",
     "encode",
     "gemm_upcast",
+    "pad_columns",
     "scale_from_amax",
 ]

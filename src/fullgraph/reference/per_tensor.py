@@ -95,12 +95,13 @@ def cast_per_tensor(
         eps: see `scale_from_amax`.
         power_of_two: see `scale_from_amax`.
         orientation: which copies to make.
-        pad: both dimensions of a copy are rounded up to a multiple of it, with zeros.
+        pad: the last dimension of a copy, the one that a GEMM contracts, is rounded up to a multiple of it, with zeros.
 
     Returns:
-        rowwise: uint8 [M_pad, K_pad], or None.
-        columnwise: uint8 [K_pad, M_pad], the transpose of the same bytes, or None.
-        scale_inv: float32 [], in a storage of its own.
+        rowwise: uint8 [M, K_pad], or None.
+        columnwise: uint8 [K, M_pad], the transpose of the same bytes, or None.
+        scale_inv: float32 [].
+        All contiguous, each in a storage of its own.
 
     Raises:
         ShapeError: x is not a matrix.
@@ -111,9 +112,12 @@ def cast_per_tensor(
     if x.dim() != 2:
         raise ShapeError(f"cast_per_tensor: a matrix is needed (x: {describe(x)})")
     scale = scale_from_amax(amax, format, x.dtype, eps=eps, power_of_two=power_of_two)
-    data = encode(x.to(torch.float32) * scale, format)
-    rowwise = _padded(data, pad) if orientation.rowwise else None
-    columnwise = _padded(data.t(), pad).contiguous() if orientation.columnwise else None
+    # Flat and back, so that strides of x, also of dimensions of size 1, do not reach the result.
+    data = encode(x.reshape(-1).to(torch.float32) * scale, format).view(x.shape)
+    rowwise = pad_columns(data, pad) if orientation.rowwise else None
+    columnwise = None
+    if orientation.columnwise:
+        columnwise = pad_columns(data.t().clone(memory_format=torch.contiguous_format), pad)
     return rowwise, columnwise, torch.div(torch.ones_like(scale), scale)
 
 
@@ -138,10 +142,7 @@ def dequantize_per_tensor(
     return (decode(data, format) * scale_inv).to(dtype)
 
 
-def _padded(data: Tensor, multiple: int) -> Tensor:
-    """Round both dimensions up to a multiple, filling with zeros."""
-    rows, columns = data.shape
-    missing_rows, missing_columns = -rows % multiple, -columns % multiple
-    if missing_rows == 0 and missing_columns == 0:
-        return data
-    return torch.nn.functional.pad(data, (0, missing_columns, 0, missing_rows))
+def pad_columns(data: Tensor, multiple: int) -> Tensor:
+    """Round the last dimension of a matrix up to a multiple, filling with zeros; the same tensor if it is one."""
+    missing = -data.shape[-1] % multiple
+    return torch.nn.functional.pad(data, (0, missing)) if missing else data

@@ -1,0 +1,231 @@
+"""The cases of the linear layer, how a test runs one, and what a result is measured against.
+
+Shared by the unit, compile and GPU tests, so that all of them mean the same by "a case" and "the budget".
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import oracles
+import torch
+from functorch.compile import make_boxed_func
+from oracles import assert_same_bits, relative_error
+from torch._dynamo.backends.common import aot_autograd
+
+import fullgraph as fg
+from fullgraph.ops.linear import linear_op
+
+K, N = 48, 32
+E4M3 = fg.PerTensorQuantizer(fg.Format.E4M3)
+E5M2 = fg.PerTensorQuantizer(fg.Format.E5M2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way of using a linear layer."""
+
+    recipe: str
+    bias: bool = True
+    quantized_weight: bool = False
+    quantized_input: bool = False
+    quantized_output: bool = False
+
+    def __str__(self):
+        flags = [f.name for f in dataclasses.fields(self)[1:] if getattr(self, f.name)]
+        return "-".join([self.recipe, *flags])
+
+    def layer(self, in_features=K, out_features=N, **options):
+        """A bf16 layer, unless `options` say otherwise."""
+        return fg.Linear(
+            in_features,
+            out_features,
+            bias=self.bias,
+            recipe=self.recipe,
+            quantized_weight=self.quantized_weight,
+            **{"dtype": torch.bfloat16, **options},
+        )
+
+    def function(self, layer):
+        """What is compiled: the layer with the output of this case."""
+        return lambda input: layer(input, quantized_output=self.quantized_output)
+
+    def input(self, leaf):
+        """The input of this case, made outside of what is compiled; gradients flow to `leaf`."""
+        return fg.quantize(leaf, E4M3, fg.BOTH) if self.quantized_input else leaf
+
+
+MATRIX = [
+    Case(recipe, *flags)
+    for recipe in ("bf16", "fp8-current")
+    for flags in itertools.product((True, False), repeat=4)
+]
+"""{bf16, fp8-current} x bias x {plain, quantized} weight x input x output."""
+
+PAIRWISE = [
+    Case("fp8-current", True, False, False, False),
+    Case("fp8-current", False, True, True, True),
+    Case("fp8-current", True, True, False, True),
+    Case("fp8-current", False, False, True, False),
+    Case("bf16", True, True, True, False),
+    Case("bf16", False, False, False, True),
+]
+"""A few cases in which any two values of any two axes meet, almost."""
+
+
+def tensors(*sizes, dtype=torch.bfloat16, device="cpu"):
+    """Random normal tensors, one for each size."""
+    made = [torch.randn(size, dtype=torch.float32).to(dtype).to(device) for size in sizes]
+    return made[0] if len(made) == 1 else made
+
+
+def batch(tokens, in_features=K, out_features=N, **options):
+    """Input and gradient of the output, at the scales of training."""
+    x, grad_output = tensors((tokens, in_features), (tokens, out_features), **options)
+    return x, grad_output * 1e-3
+
+
+def plain(output):
+    """An output as a plain tensor, differentiable."""
+    return output.dequantize() if isinstance(output, fg.QuantizedTensor) else output
+
+
+def bytes_of(tensor, name):
+    """A result as plain tensors by name: bytes and scales of a quantized one."""
+    if not isinstance(tensor, fg.QuantizedTensor):
+        return {name: tensor.detach().clone()}
+    copies = {"rowwise": tensor.part_data, "columnwise": tensor.part_columnwise_data}
+    found = {f"{name}.{k}": t.clone() for k, t in copies.items() if t is not None}
+    return {**found, f"{name}.scale_inv": tensor.scale_inv.clone()}
+
+
+def gradients(layer, leaves=()):
+    """Gradients of the parameters, then of other leaves, by name."""
+    named = [*layer.named_parameters(), *((f"leaf{i}", leaf) for i, leaf in enumerate(leaves))]
+    return {f"grad_{n}": t.grad.detach().clone() for n, t in named if t.grad is not None}
+
+
+def run(case, function, layer, *batches, backward_order=None):
+    """Forward all batches, then backward all: every output and every gradient, by name.
+
+    Args:
+        case: says how the input is made.
+        function: `case.function(layer)`, perhaps compiled.
+        layer: whose gradients are cleared first and returned.
+        batches: pairs of input and gradient of the output; more than one are microbatches in flight.
+        backward_order: which output goes backward when; as they came by default.
+    """
+    layer.zero_grad()
+    leaves = [x.detach().clone().requires_grad_() for x, _ in batches]
+    outputs = [function(case.input(leaf)) for leaf in leaves]
+    results = {}
+    for i, output in enumerate(outputs):
+        results.update(bytes_of(output, f"output{i}"))
+    for i in backward_order or range(len(batches)):
+        plain(outputs[i]).backward(batches[i][1])
+    return {**results, **gradients(layer, leaves)}
+
+
+def assert_same_results(actual, expected):
+    """The same names, and under each of them the same bits."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        try:
+            assert_same_bits(actual[name], value)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+class GraphRecorder:
+    """A backend that runs the graphs of AOTAutograd as they are, and keeps them."""
+
+    def __init__(self):
+        self.graphs = []
+        self.backend = aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep)
+
+    def _keep(self, graph, example_inputs):
+        self.graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def nodes(self, op):
+        """How often an op stands in the graphs."""
+        return sum(n.target is op for g in self.graphs for n in g.graph.nodes)
+
+    @property
+    def linear_nodes(self):
+        """Forward and backward nodes of the linear op, over all graphs."""
+        return self.nodes(linear_op.fwd_op), self.nodes(linear_op.bwd_op)
+
+
+# The error budget: relative Frobenius error against a float64 layer, measured with normal values. A GEMM of two
+# E4M3 operands has 3.72 %, one of E5M2 by E4M3 5.90 %, whatever the sizes: the errors of the operands add in quadrature
+# (2.65 % and 5.27 %). Limit: 5 % and 7.5 %. Below 0.7 times the value something was not quantized.
+FPROP_ERROR, BACKWARD_ERROR = 0.0372, 0.0590
+LIMIT = {FPROP_ERROR: 0.05, BACKWARD_ERROR: 0.075}
+# Operands of a few values can have any error up to half a unit in the last place of each: (1 + 2^-4)(1 + 2^-4) - 1,
+# (1 + 2^-3)(1 + 2^-4) - 1, plus the rounding of the result.
+WORST = {FPROP_ERROR: 0.130, BACKWARD_ERROR: 0.197}
+LARGE_SAMPLE = 500
+
+
+def assert_in_budget(actual, exact, expected_error, *, sample):
+    """The error is what quantization costs: no more, and not much less.
+
+    Args:
+        actual: the result.
+        exact: the same in float64.
+        expected_error: `FPROP_ERROR` or `BACKWARD_ERROR`.
+        sample: elements of the smaller operand; few values say little.
+    """
+    error = relative_error(actual, exact)
+    if sample < LARGE_SAMPLE:
+        assert error <= WORST[expected_error], f"error {error:.4f}"
+        return
+    assert 0.7 * expected_error <= error <= LIMIT[expected_error], f"error {error:.4f}"
+
+
+def exact_linear(layer, x, grad_output):
+    """A float64 `nn.Linear` with the weights of a layer: output, grad_input, and gradients of the parameters."""
+    exact = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None).double()
+    exact.load_state_dict({k: v.double().cpu() for k, v in layer.state_dict().items()})
+    leaf = x.detach().double().cpu().requires_grad_()
+    output = exact(leaf)
+    output.backward(grad_output.double().cpu())
+    return {"output": output.detach(), "grad_input": leaf.grad, **gradients(exact)}
+
+
+def oracle_cast(x, quantizer):
+    """The values that a tensor has after quantization, float64 of the same shape, by the NumPy oracle."""
+    name = quantizer.format.name
+    x = x.detach().cpu()
+    codes, scale_inv = oracles.cast_per_tensor(
+        x, x.abs().max().float().item() if x.numel() else 0.0, name, power_of_two=quantizer.power_of_two
+    )
+    table = [oracles.decode_code(name, code & 0x7F) * (-1 if code & 0x80 else 1) for code in range(256)]
+    return torch.from_numpy(np.array(table)[codes]) * float(scale_inv)
+
+
+def oracle_linear(x, weight, bias, grad_output, quantizers):
+    """The linear layer in float64 on operands quantized by the NumPy oracle.
+
+    Args:
+        x, weight, bias, grad_output: plain tensors, x and grad_output matrices.
+        quantizers: for "input", "weight" and "grad_output" a quantizer or None. A GEMM reads the quantized operands if
+            it has both of them, and the original ones otherwise.
+    """
+    original = {"input": x, "weight": weight, "grad_output": grad_output}
+    exact = {k: t.detach().cpu().double() for k, t in original.items()}
+    cast = {k: oracle_cast(t, quantizers[k]) for k, t in original.items() if quantizers[k]}
+
+    def operands(*names):
+        return [(cast if all(n in cast for n in names) else exact)[n] for n in names]
+
+    a, b = operands("input", "weight")
+    results = {"output": a @ b.t() + (0 if bias is None else bias.detach().cpu().double())}
+    a, b = operands("grad_output", "weight")
+    results["grad_input"] = a @ b
+    a, b = operands("grad_output", "input")
+    results["grad_weight"] = a.t() @ b
+    if bias is not None:
+        results["grad_bias"] = exact["grad_output"].sum(0)
+    return results
