@@ -135,17 +135,19 @@ class PerTensorQuantizer:
         self, parts: QuantizedParts, orientation: Orientation, *, pad: int = 1
     ) -> tuple[Tensor, Tensor]:
         """See `Quantizer.matrix`. A missing copy is the transpose of the other: bytes and scale are the same."""
-        *leading, columns = parts.shape
-        rows = math.prod(leading)
-        wanted, other = parts.data, parts.columnwise_data
-        if orientation is not ROWWISE:
-            rows, columns, wanted, other = columns, rows, other, wanted
-        if wanted is not None:
-            payload = wanted.reshape(rows, columns)
-        else:
+        rowwise, columnwise = (_flat(parts.data, -1), _flat(parts.columnwise_data, 1))
+        wanted, other = (rowwise, columnwise) if orientation is ROWWISE else (columnwise, rowwise)
+        if wanted is None:
             assert other is not None
-            payload = other.reshape(columns, rows).t()
-        return reference.pad_columns(payload.contiguous(), pad), parts.scale_inv
+            wanted = other.t().contiguous()
+        return reference.pad_columns(wanted, pad), parts.scale_inv
+
+
+def _flat(payload: Tensor | None, dim: int) -> Tensor | None:
+    """A payload as a matrix: the dimensions before `dim` are its rows, the others its columns."""
+    if payload is None:
+        return None
+    return payload.reshape(math.prod(payload.shape[:dim]), math.prod(payload.shape[dim:]))
 
 
 def round_up(size: Any, multiple: int) -> Any:

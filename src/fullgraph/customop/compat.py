@@ -5,10 +5,11 @@ Supported: torch 2.11 to 2.15. What lives here is checked by tests/compile on ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch.fx.experimental import proxy_tensor
 
 
@@ -44,3 +45,72 @@ def mark_no_version_check(tensors: Iterable[torch.Tensor]) -> None:
 def is_symbolic(shape: Iterable[Any]) -> bool:
     """Whether any size is symbolic, so that a plan for it cannot be cached by value."""
     return any(isinstance(size, torch.SymInt) for size in shape)
+
+
+def compile_graph(
+    compiler: str,
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    watch: Callable[[torch.fx.GraphModule, bool], None],
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo as a `torch.compile` backend does, and show AOTAutograd's graphs on the way.
+
+    Args:
+        compiler: "aot_eager" or "inductor".
+        module, inputs: what Dynamo hands to a backend.
+        watch: called with each graph that will run, and whether it is a backward one. AOTAutograd's own cache is off
+            for this compilation, because a hit would show no graphs.
+    """
+
+    def seen(graph: torch.fx.GraphModule, is_backward: bool) -> torch.fx.GraphModule:
+        watch(graph, is_backward)
+        return graph
+
+    if compiler == "inductor":
+        from torch._inductor import compile_fx
+
+        def inner(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            return compile_fx.compile_fx_inner(
+                seen(graph, kwargs.get("is_backward", False)), *args, **kwargs
+            )
+
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compile_fx.compile_fx(module, inputs, inner_compile=inner)  # type: ignore[return-value]
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(seen(graph, False).forward),
+        bw_compiler=lambda graph, _: make_boxed_func(seen(graph, True).forward),
+        keep_inference_input_mutations=True,
+    )
+    return backend(module, inputs)
+
+
+def graph_break(module: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """Why Dynamo ended this graph before the end of the function, and where; None if it did not."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    return reason.reason, f"{frame.filename}:{frame.lineno}" if frame else ""
+
+
+def graph_break_counts() -> dict[str, int]:
+    """Torch's own count of graph breaks in this process, by reason."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
+
+
+def recompile_error(call: Callable[[], Any]) -> str | None:
+    """Run `call`; torch's message if it would recompile (it is then not run to its end), else None."""
+    from torch._dynamo import config, exc
+
+    try:
+        with config.patch(error_on_recompile=True):
+            call()
+    except exc.RecompileError as error:
+        return str(error)
+    return None

@@ -1,0 +1,217 @@
+"""What became of custom ops under `torch.compile`: the nodes in the graphs that run.
+
+`GraphRecorder` is a `torch.compile` backend that reads AOTAutograd's graphs on their way to the compiler. A node is
+reported as what it means: the argument object with specs in place of tensors, and the plan made from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fullgraph.customop import compat
+from fullgraph.customop.lean import LeanOp
+from fullgraph.customop.op import defined_ops
+from fullgraph.customop.plan import Plan
+from fullgraph.errors import ConfigError
+
+COMPILERS = ("aot_eager", "inductor")
+"""What a `GraphRecorder` can compile with: the graphs as they are, or Inductor's kernels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OpNode:
+    """One node of a custom op in a graph that runs.
+
+    Args:
+        op: name given to `define`.
+        module: path of the nn.Module it belongs to, below the outermost one; "" if it is that one or unknown.
+        is_backward: whether it is the op's backward.
+        arguments: the argument dataclass of that direction, filled with specs.
+        plan: what was planned for them.
+    """
+
+    op: str
+    module: str
+    is_backward: bool
+    arguments: Any
+    plan: Plan
+
+
+class GraphRecorder:
+    """A `torch.compile` backend that notes graphs, graph breaks and custom-op nodes, then compiles.
+
+    Use one for one `torch.compile`; reading costs compile time only.
+
+    Args:
+        compiler: one of `COMPILERS`.
+
+    Attributes:
+        num_graphs: graphs that Dynamo has handed over; each one after the first is a graph break or a recompilation.
+        breaks: (torch's reason, file:line) of each graph break that ended a graph.
+        forward, backward: nodes of forward ops in forward graphs, and of backward ops in backward graphs.
+        recomputed: nodes of forward ops in backward graphs: activation checkpointing.
+
+    Raises:
+        ConfigError: another compiler.
+    """
+
+    def __init__(self, compiler: str = "aot_eager") -> None:
+        if compiler not in COMPILERS:
+            raise ConfigError(
+                f"GraphRecorder: unknown compiler {compiler!r}",
+                why=f"the compilers are {', '.join(COMPILERS)}",
+                do="use one of them",
+            )
+        self.compiler = compiler
+        self.num_graphs = 0
+        self.breaks: list[tuple[str, str]] = []
+        self.forward: list[OpNode] = []
+        self.backward: list[OpNode] = []
+        self.recomputed: list[OpNode] = []
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What `torch.compile` calls."""
+        self.num_graphs += 1
+        if (reason := compat.graph_break(module)) is not None:
+            self.breaks.append(reason)
+        return compat.compile_graph(self.compiler, module, inputs, self._read)
+
+    def _read(self, graph: torch.fx.GraphModule, is_backward: bool) -> None:
+        for node in op_nodes(graph):
+            if node.is_backward:
+                self.backward.append(node)
+            else:
+                (self.recomputed if is_backward else self.forward).append(node)
+
+
+def op_nodes(graph: torch.fx.GraphModule) -> Iterator[OpNode]:
+    """The custom-op nodes of one of AOTAutograd's graphs, in order."""
+    lean: dict[Any, tuple[str, bool, LeanOp]] = {}
+    for op in defined_ops():
+        lean |= {overload: (op.name, False, op._lean_forward) for overload in op.fwd_ops}
+        if op._lean_backward is not None:
+            lean |= {overload: (op.name, True, op._lean_backward) for overload in op.bwd_ops}
+    for node in graph.graph.nodes:
+        overload, values = _call_of(node)
+        if overload in lean:
+            name, is_backward, lean_op = lean[overload]
+            flat = [t.meta["val"] for t in (*values["tensors"], *values.get("mutated", ()))]
+            dyn = tuple([_value(size) for size in values.get("dyn", ())])
+            arguments, plan = lean_op.describe(flat, values["meta"], dyn)
+            yield OpNode(name, _module_path(node), is_backward, arguments, plan)
+
+
+def _call_of(node: torch.fx.Node) -> tuple[Any, dict[str, Any]]:
+    """The overload that a node calls and its arguments by name, through functionalization's wrapper too."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        names = [a.name for a in node.target._schema.arguments] if _is_overload(node.target) else []
+        return node.target, dict(zip(names, node.args, strict=False)) | node.kwargs
+    overload = node.args[0] if node.args else None
+    values = dict(node.kwargs)
+    if _is_overload(overload) and "_all_bases" in values:
+        places = [values[f"_mutated_{i}_base_index"] for i in range(values["_mutated_length"])]
+        values["mutated"] = [values["_all_bases"][place] for place in places]
+    return overload, values
+
+
+def _is_overload(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def _value(size: Any) -> Any:
+    return size.meta["val"] if isinstance(size, torch.fx.Node) else size
+
+
+def _module_path(node: torch.fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    paths = [path for path, _ in stack.values()]
+    print(paths)
+    return paths[-1].removeprefix(paths[0]).removeprefix(".")
+
+
+def isolated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function to compile apart: `torch.compile` shares compiled code between uses of one code object."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    run.__code__ = run.__code__.replace()
+    return run
+
+
+def recompile_reason(
+    function: Callable[..., Any], compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
+    """Run a compiled function; if it would recompile, do not, and say which guards failed.
+
+    Args:
+        function: what was compiled, through `isolated`.
+        compiled: the result.
+        args, kwargs: of the call.
+
+    Returns:
+        The guards, with the names of the function's parameters; None if it did not recompile.
+    """
+    message = compat.recompile_error(lambda: compiled(*args, **kwargs))
+    if message is None:
+        return None
+    lines = [line.strip() for line in message.splitlines()]
+    guards = [re.sub(r"^- (\d+/\d+: )?", "", line) for line in lines if line.startswith("- ")]
+    names = _parameter_names(function, len(args))
+    text = "; ".join(dict.fromkeys(guards)) or message
+    text = re.sub(
+        r"(?:L\['args'\]|\bargs)\[(\d+)\]", lambda match: names.get(int(match[1]), match[0]), text
+    )
+    return re.sub(r"(?:L\['kwargs'\]|\bkwargs)\['(\w+)'\]", r"\1", text)
+
+
+def _parameter_names(function: Callable[..., Any], num_args: int) -> dict[int, str]:
+    """Position -> name of the parameter that takes it."""
+    target = function.forward if isinstance(function, torch.nn.Module) else function
+    names: dict[int, str] = {}
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            first = len(names)
+            names |= {i: f"{parameter.name}[{i - first}]" for i in range(first, num_args)}
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names[len(names)] = parameter.name
+    return names
+
+
+def run_both_ways(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run forward, and backward from every differentiable result, and leave no gradient anywhere."""
+
+    def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+
+    args, kwargs = tree_map_only(torch.Tensor, as_leaf, (args, kwargs))
+    results = tree_leaves(function(*args, **kwargs))
+    results = [r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
+    leaves = _leaves_of(results)
+    if leaves:
+        ones = [torch.ones(r.shape, dtype=r.dtype, device=r.device) for r in results]
+        torch.autograd.grad(results, leaves, ones, allow_unused=True)
+
+
+def _leaves_of(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaf tensors that these depend on."""
+    leaves, seen = [], set()
+    to_visit = [result.grad_fn for result in results]
+    while to_visit:
+        function = to_visit.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if hasattr(function, "variable"):
+            leaves.append(function.variable)
+        to_visit += [upstream for upstream, _ in function.next_functions]
+    return leaves
