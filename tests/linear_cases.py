@@ -216,7 +216,8 @@ def assert_linear_in_budget(results, layer, x, grad_output):
     assert_gemm_in_budget(results["grad_input"], g, weight, BACKWARD_ERROR)
     assert_gemm_in_budget(results["grad_weight"], g.t(), a, BACKWARD_ERROR)
     if bias is not None:
-        assert relative_error(results["grad_bias"], g.sum(0)) <= ROUNDING[x.dtype]
+        error = relative_error(results["grad_bias"], g.sum(0))
+        assert error <= ROUNDING[x.dtype], f"error {error:.4f} of grad_bias"
 
 
 # The rounding of a result and nothing else: half a unit in the last place, and room for the sums.
@@ -227,7 +228,7 @@ def step(layer, x, grad_output, function=None):
     """One forward and backward: the output, the gradient of the input and those of the parameters."""
     layer.zero_grad()
     leaf = x.detach().requires_grad_()
-    output = plain((function or layer)(leaf))
+    output = plain((layer if function is None else function)(leaf))
     output.backward(grad_output)
     return {"output": output.detach(), "grad_input": leaf.grad, **gradients(layer)}
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -119,8 +120,12 @@ def convert(
         ConfigError: `model` is no module, `filter` is not callable, or the recipe is unknown.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
-        >>> report = fullgraph.convert(model, "fp8-current", filter=lambda name, layer: layer.out_features >= 16)
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)
+        ... )
+        >>> report = fullgraph.convert(
+        ...     model, "fp8-current", filter=lambda name, layer: layer.out_features >= 16
+        ... )
         >>> [layer.name for layer in report.converted]
         ['0']
         >>> print(report.skipped[0].reason)
@@ -159,7 +164,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 def _reason_against(name: str, layer: nn.Linear, filter: Filter | None) -> str | None:
     """Why a layer is left alone; None if it is not."""
-    if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+    if isinstance(layer, LazyModuleMixin):
         return "a lazy layer without parameters yet: run the model once, then convert"
     if is_parametrized(layer):
         return "parametrized: its class was made for its parametrizations; convert first, then parametrize"

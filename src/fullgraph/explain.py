@@ -17,7 +17,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fullgraph.customop import compat
-from fullgraph.customop.graphs import GraphRecorder, OpNode, isolated, recompile_reason, run_both_ways
+from fullgraph.customop.graphs import (
+    GraphRecorder,
+    OpNode,
+    isolated,
+    recompile_reason,
+    run_both_ways,
+)
 from fullgraph.customop.plan import TensorSpec
 from fullgraph.errors import ConfigError, describe
 from fullgraph.gemm import GemmBackend
@@ -63,8 +69,10 @@ class NodeReport:
     def rows(self) -> list[tuple[str, ...]]:
         """This node as rows of the report's table: an operand in each, and beside them the GEMMs."""
         operands = [(name, text, self.casts.get(name, "")) for name, text in self.tensors.items()]
-        gemms = [(f"{name} {route}", self.padding.get(name, "")) for name, route in self.gemms.items()]
-        titles = [(self.layer or "(root)", self.direction)]
+        gemms = [
+            (f"{name} {route}", self.padding.get(name, "")) for name, route in self.gemms.items()
+        ]
+        titles = [(self.layer or "-", self.direction)]
         rows = []
         for title, operand, gemm in itertools.zip_longest(titles, operands, gemms):
             rows.append((*(title or ("", "")), *(operand or ("", "", "")), *(gemm or ("", ""))))
@@ -130,8 +138,8 @@ def explain(
 ) -> Report:
     """Say what a model compiles to: nodes, casts, GEMM routes, padding, graph breaks, recompiles.
 
-    Compiles apart from other uses of the model and runs it once, forward and backward. Leaves no gradients behind, and
-    random number generators as they were; what the model itself changes when it runs, it changes.
+    Compiles apart from other uses of the model and runs it, forward and backward, once with each set of inputs. Leaves
+    no gradients behind, and random number generators as they were; what the model changes when it runs, it changes.
 
     Args:
         function: a module or any function of tensors.
@@ -169,10 +177,11 @@ def explain(
         if again is None:
             return report
         reason = recompile_reason(function, run, again, kwargs)
-        run_both_ways(run, again, kwargs)
+        if reason is not None:
+            run_both_ways(run, again, kwargs)
     return dataclasses.replace(
         report,
-        recompiles=recorder.num_graphs - report.num_graphs,
+        recompiles=len(recorder.graphs) - report.num_graphs,
         recompile_reasons=() if reason is None else (f"recompiled because {reason}",),
     )
 
@@ -188,7 +197,7 @@ def _first_call(
     }
     return Report(
         num_linears=_num_linears(function),
-        num_graphs=recorder.num_graphs,
+        num_graphs=len(recorder.graphs),
         graph_breaks=len(breaks),
         break_reasons=breaks,
         forward_nodes=len(recorder.forward),
@@ -196,9 +205,7 @@ def _first_call(
         recomputed_nodes=len(recorder.recomputed),
         recompiles=0,
         recompile_reasons=(),
-        nodes=tuple(
-            [_node_report(node, name) for name, nodes in passes.items() for node in nodes]
-        ),
+        nodes=tuple([_node_report(node, name) for name, nodes in passes.items() for node in nodes]),
     )
 
 
@@ -291,4 +298,3 @@ def _padding(fields: dict[str, Any], decisions: Decisions) -> dict[str, str]:
         elif size % decisions.pad:
             padding[gemm] = f"{_CONTRACTION[gemm]} {size} -> {size + -size % decisions.pad}"
     return padding
-

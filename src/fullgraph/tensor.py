@@ -163,6 +163,14 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
         """
         return self._payload(self.part_data, ROWWISE)
 
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise ConfigError(
+            "QuantizedTensor: .data cannot be assigned",
+            why="a tensor cannot stop being quantized in place",
+            do="write values with copy_(...), or replace the parameter in its module",
+        )
+
     @property
     def columnwise_data(self) -> Tensor:
         """Payload of the columnwise copy, `quantizer.format.dtype` [K, ...]; a view, not padded.

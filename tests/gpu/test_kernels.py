@@ -216,6 +216,7 @@ def test_more_than_2_to_the_31_elements():
         assert_same_bits(columnwise[:, part], expected.t())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_neither_waits_for_the_gpu_nor_breaks_a_graph():
     x = gaussian((100, 200), torch.bfloat16)
 
@@ -224,8 +225,8 @@ def test_neither_waits_for_the_gpu_nor_breaks_a_graph():
 
     cast()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         cast()
     finally:
         torch.cuda.set_sync_debug_mode("default")

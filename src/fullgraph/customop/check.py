@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullgraph.customop import verify
-from fullgraph.customop.fields import FieldKind
+from fullgraph.customop.lean import KERNELS
 from fullgraph.customop.op import CustomOp
 from fullgraph.customop.structured import StructuredTensor, flatten
 from fullgraph.errors import CompileError
@@ -50,7 +50,7 @@ SYNCHRONISING = frozenset(
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes synchronising ops and every tensor that is made while it is active."""
+    """Notes synchronising ops and every tensor that is made while it is active, inside of custom ops too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,9 +60,11 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in KERNELS:
+            with self:
+                return KERNELS[func](*args, **(kwargs or {}))
         name = func._schema.name
-        copies_to_host = name == "aten::_to_copy" and _leaves_device(args[0], kwargs or {})
-        if name in SYNCHRONISING or copies_to_host:
+        if name in SYNCHRONISING or _synchronises(name, args, kwargs or {}):
             self.synchronising.append(name)
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
@@ -71,9 +73,14 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-def _leaves_device(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    target = kwargs.get("device")
-    return target is not None and tensor.device.type != "cpu" and torch.device(target).type == "cpu"
+def _synchronises(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Ops that make the host wait for some arguments only."""
+    if name == "aten::_to_copy":
+        target = kwargs.get("device")
+        return target is not None and args[0].device.type != "cpu" and torch.device(target).type == "cpu"
+    if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return False
 
 
 def cuda_graph_lint(function: Callable[..., Any], *inputs: Any) -> None:
@@ -87,8 +94,12 @@ def cuda_graph_lint(function: Callable[..., Any], *inputs: Any) -> None:
         CompileError: a synchronisation, a result that aliases an input or another result, or a tensor that outlives
             the call without being a result.
     """
+    _lint(getattr(function, "__name__", str(function)), function, inputs)
+
+
+def _lint(name: str, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """See `cuda_graph_lint`; returns what the function does."""
     recorder = _Recorder()
-    name = getattr(function, "__name__", str(function))
     with recorder:
         result = function(*inputs)
     if recorder.synchronising:
@@ -118,6 +129,7 @@ def cuda_graph_lint(function: Callable[..., Any], *inputs: Any) -> None:
             why="what a first call allocates and caches would live in the memory pool of the graph",
             do="make constants before the first trace and pass them in",
         )
+    return result
 
 
 def _in_storage(tensor: torch.Tensor, owners: dict[int, str]) -> bool:
@@ -140,18 +152,18 @@ def check(op: CustomOp, arguments: Any) -> None:
     dyn = [getattr(arguments, name) for name in op._dyn_names]
     token = op.encode(**{name: getattr(arguments, name) for name in op._value_names})
     with verify.verify_plans():
-        recorded = _record_lean_calls(op, token, dyn, tensors)
+        recorded = _run_with_lint(op, token, dyn, tensors)
         if not any(isinstance(t, StructuredTensor) for t in tensors):
-            _opcheck(op.front_op, (token, dyn, [], *tensors), OPCHECKS)
+            _opcheck(op.front_op, (token, dyn, *tensors), OPCHECKS)
         for overload, args in recorded:
             _opcheck(overload, args, tuple(t for t in OPCHECKS if t != "test_autograd_registration"))
-            _lint(overload, args)
 
 
-def _record_lean_calls(
-    op: CustomOp, token: str, dyn: list[Any], tensors: list[Any]
-) -> list[tuple[Any, tuple]]:
-    """Run forward and backward on copies and note how each lean op was called."""
+def _run_with_lint(op: CustomOp, token: str, dyn: list[Any], tensors: list[Any]) -> list[tuple[Any, tuple]]:
+    """Run forward and backward on copies, each lean op under the lint, and note how each was called.
+
+    The lint comes with the first run: what an op allocates and caches on its first call shows then only.
+    """
     calls: list[tuple[Any, tuple]] = []
     wanted = {*op.fwd_ops, *op.bwd_ops}
 
@@ -159,9 +171,10 @@ def _record_lean_calls(
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if func in wanted:
-                calls.append((func, _detached(args)))
-            return func(*args, **(kwargs or {}))
+            if func not in wanted:
+                return func(*args, **(kwargs or {}))
+            calls.append((func, _detached(args)))
+            return _lint(str(func), func, args)
 
     gradients = set(op._gradients)
     copies = [
@@ -171,7 +184,7 @@ def _record_lean_calls(
         for name, t in zip(op._tensor_names, tensors, strict=True)
     ]
     with Watch():
-        outputs = op.apply(token, tuple(dyn), copies)
+        outputs = op.apply(token, dyn, copies)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         differentiable = [o for o in outputs if o is not None and o.requires_grad]
         if differentiable:
@@ -197,10 +210,3 @@ def _opcheck(overload: Any, args: tuple, tests: tuple[str, ...]) -> None:
             why="torch.compile relies on what this test checks",
             do="see torch.library.opcheck for what it means",
         )
-
-
-def _lint(overload: Any, args: tuple) -> None:
-    cuda_graph_lint(overload, *args)
-
-
-__all__ = ["FieldKind", "check", "cuda_graph_lint"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value as has_static_value
 
 
 def process_group(name: str) -> Any | None:
@@ -57,7 +58,8 @@ def compile_graph(
 
     Args:
         compiler: "aot_eager" or "inductor".
-        module, inputs: what Dynamo hands to a backend.
+        module: the graph that Dynamo hands to a backend.
+        inputs: its example inputs.
         watch: called with each graph that will run, and whether it is a backward one. AOTAutograd's own cache is off
             for this compilation, because a hit would show no graphs.
     """

@@ -49,6 +49,9 @@ Planned = Annotated[T, FieldKind.PLANNED]
 NEEDS = "needs"
 """A field of this name is filled in by the framework: the names of the fields that need a gradient."""
 
+RESERVED = ("salt", "token", "dyn")
+"""Names that the framework gives to arguments of its own."""
+
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
@@ -97,7 +100,7 @@ def read_fields(cls: type) -> FieldTable:
         One `Field` per dataclass field.
 
     Raises:
-        ConfigError: not a dataclass, has `__slots__`, or a field's annotation is not supported.
+        ConfigError: not a dataclass, has `__slots__`, or a field's name or annotation is not supported.
     """
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(
@@ -111,7 +114,21 @@ def read_fields(cls: type) -> FieldTable:
             why="the op builds argument objects from their __dict__ in its hot path",
             do="use @dataclass without slots=True",
         )
-    hints = typing.get_type_hints(cls, include_extras=True)
+    try:
+        hints = typing.get_type_hints(cls, include_extras=True)
+    except NameError as err:
+        raise ConfigError(
+            f"define: an annotation of {cls.__name__} cannot be resolved: {err}",
+            why="annotations that are strings are looked up in the module of the class",
+            do="import or define the name at the top level of that module",
+        ) from err
+    for name in RESERVED:
+        if name in hints:
+            raise ConfigError(
+                f"define: {cls.__name__} must not have a field called {name!r}",
+                why="an argument of the op has that name already",
+                do="rename the field",
+            )
     return FieldTable(cls, tuple(_read(cls, f.name, hints[f.name]) for f in dataclasses.fields(cls)))
 
 
@@ -121,6 +138,8 @@ def _read(cls: type, name: str, annotation: Any) -> Field:
         annotation, *rest = typing.get_args(annotation)
         marks = tuple(rest)
     kinds = [m for m in marks if isinstance(m, FieldKind)]
+    if name == NEEDS and annotation not in (tuple, tuple[str, ...]):
+        raise _refuse(cls, name, annotation, "tuple[str, ...]: the framework fills it in")
     alternatives = _union(annotation)
     optional = type(None) in alternatives
     members = [a for a in alternatives if a is not type(None)]
@@ -160,6 +179,8 @@ def _check_value(cls: type, name: str, annotation: Any) -> None:
     """Refuse an annotation whose values the token could not hold."""
     for alternative in _union(annotation):
         origin, args = typing.get_origin(alternative), typing.get_args(alternative)
+        if origin is dict and args[0] is not str:
+            raise _refuse(cls, name, annotation, "string keys")
         if origin in (tuple, dict):
             for arg in args:
                 if arg is not Ellipsis:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,9 @@ from fullgraph.errors import ConfigError
 
 COMPILERS = ("aot_eager", "inductor")
 """What a `GraphRecorder` can compile with: the graphs as they are, or Inductor's kernels."""
+
+
+_counter = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,31 @@ class OpNode:
     plan: Plan
 
 
+@dataclasses.dataclass
+class CompiledGraph:
+    """One graph of Dynamo, as compiled.
+
+    Args:
+        graph_break: (torch's reason, file:line) if it ends at a graph break.
+        forward: nodes of forward ops in its forward graph.
+        backward: nodes of backward ops in its backward graph, which is compiled when backward first runs.
+        recomputed: nodes of forward ops in its backward graph: activation checkpointing.
+    """
+
+    graph_break: tuple[str, str] | None
+    forward: list[OpNode] = dataclasses.field(default_factory=list)
+    backward: list[OpNode] = dataclasses.field(default_factory=list)
+    recomputed: list[OpNode] = dataclasses.field(default_factory=list)
+
+    def read(self, graph: torch.fx.GraphModule, is_backward: bool) -> None:
+        """Note the nodes of one of AOTAutograd's graphs."""
+        for node in op_nodes(graph):
+            if node.is_backward:
+                self.backward.append(node)
+            else:
+                (self.recomputed if is_backward else self.forward).append(node)
+
+
 class GraphRecorder:
     """A `torch.compile` backend that notes graphs, graph breaks and custom-op nodes, then compiles.
 
@@ -53,10 +82,7 @@ class GraphRecorder:
         compiler: one of `COMPILERS`.
 
     Attributes:
-        num_graphs: graphs that Dynamo has handed over; each one after the first is a graph break or a recompilation.
-        breaks: (torch's reason, file:line) of each graph break that ended a graph.
-        forward, backward: nodes of forward ops in forward graphs, and of backward ops in backward graphs.
-        recomputed: nodes of forward ops in backward graphs: activation checkpointing.
+        graphs: what was compiled, in order; each after the first is a graph break or a recompilation.
 
     Raises:
         ConfigError: another compiler.
@@ -70,34 +96,43 @@ class GraphRecorder:
                 do="use one of them",
             )
         self.compiler = compiler
-        self.num_graphs = 0
-        self.breaks: list[tuple[str, str]] = []
-        self.forward: list[OpNode] = []
-        self.backward: list[OpNode] = []
-        self.recomputed: list[OpNode] = []
+        self.graphs: list[CompiledGraph] = []
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What `torch.compile` calls."""
-        self.num_graphs += 1
-        if (reason := compat.graph_break(module)) is not None:
-            self.breaks.append(reason)
-        return compat.compile_graph(self.compiler, module, inputs, self._read)
+        graph = CompiledGraph(compat.graph_break(module))
+        compiled = compat.compile_graph(self.compiler, module, inputs, graph.read)
+        self.graphs.append(graph)  # not before: Dynamo may give up within and start anew
+        return compiled
 
-    def _read(self, graph: torch.fx.GraphModule, is_backward: bool) -> None:
-        for node in op_nodes(graph):
-            if node.is_backward:
-                self.backward.append(node)
-            else:
-                (self.recomputed if is_backward else self.forward).append(node)
+    @property
+    def breaks(self) -> list[tuple[str, str]]:
+        """(torch's reason, file:line) of each graph break that ended a graph."""
+        return [graph.graph_break for graph in self.graphs if graph.graph_break is not None]
+
+    @property
+    def forward(self) -> list[OpNode]:
+        """Nodes of forward ops in forward graphs."""
+        return [node for graph in self.graphs for node in graph.forward]
+
+    @property
+    def backward(self) -> list[OpNode]:
+        """Nodes of backward ops in backward graphs."""
+        return [node for graph in self.graphs for node in graph.backward]
+
+    @property
+    def recomputed(self) -> list[OpNode]:
+        """Nodes of forward ops in backward graphs."""
+        return [node for graph in self.graphs for node in graph.recomputed]
 
 
 def op_nodes(graph: torch.fx.GraphModule) -> Iterator[OpNode]:
     """The custom-op nodes of one of AOTAutograd's graphs, in order."""
     lean: dict[Any, tuple[str, bool, LeanOp]] = {}
     for op in defined_ops():
-        lean |= {overload: (op.name, False, op._lean_forward) for overload in op.fwd_ops}
+        lean |= dict.fromkeys(op.fwd_ops, (op.name, False, op._lean_forward))
         if op._lean_backward is not None:
-            lean |= {overload: (op.name, True, op._lean_backward) for overload in op.bwd_ops}
+            lean |= dict.fromkeys(op.bwd_ops, (op.name, True, op._lean_backward))
     for node in graph.graph.nodes:
         overload, values = _call_of(node)
         if overload in lean:
@@ -110,19 +145,17 @@ def op_nodes(graph: torch.fx.GraphModule) -> Iterator[OpNode]:
 
 def _call_of(node: torch.fx.Node) -> tuple[Any, dict[str, Any]]:
     """The overload that a node calls and its arguments by name, through functionalization's wrapper too."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
-        names = [a.name for a in node.target._schema.arguments] if _is_overload(node.target) else []
-        return node.target, dict(zip(names, node.args, strict=False)) | node.kwargs
-    overload = node.args[0] if node.args else None
-    values = dict(node.kwargs)
-    if _is_overload(overload) and "_all_bases" in values:
-        places = [values[f"_mutated_{i}_base_index"] for i in range(values["_mutated_length"])]
-        values["mutated"] = [values["_all_bases"][place] for place in places]
-    return overload, values
-
-
-def _is_overload(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload)
+    target: Any = node.target
+    values: dict[str, Any] = dict(node.kwargs)
+    if isinstance(target, torch._ops.OpOverload):
+        names = [argument.name for argument in target._schema.arguments]
+        return target, values | dict(zip(names, node.args, strict=False))
+    if not isinstance(target, torch._ops.HigherOrderOperator) or not node.args:
+        return None, values
+    if "_mutated_length" in values:
+        bases, count = values["_all_bases"], values["_mutated_length"]
+        values["mutated"] = [bases[values[f"_mutated_{i}_base_index"]] for i in range(count)]
+    return node.args[0], values
 
 
 def _value(size: Any) -> Any:
@@ -134,38 +167,45 @@ def _module_path(node: torch.fx.Node) -> str:
     if not stack:
         return ""
     paths = [path for path, _ in stack.values()]
-    print(paths)
     return paths[-1].removeprefix(paths[0]).removeprefix(".")
 
 
 def isolated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function to compile apart: `torch.compile` shares compiled code between uses of one code object."""
+    """The same function, to compile apart.
+
+    `torch.compile` shares compiled code between all uses of one code object, and what it has learned about sizes
+    between all of one name and place.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    run.__code__ = run.__code__.replace()
+    run.__code__ = run.__code__.replace(co_name=f"run_{next(_counter)}")
     return run
 
 
 def recompile_reason(
-    function: Callable[..., Any], compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    compiled: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> str | None:
-    """Run a compiled function; if it would recompile, do not, and say which guards failed.
+    """Run a compiled function both ways; if it would recompile, do not, and say which guards failed.
 
     Args:
         function: what was compiled, through `isolated`.
         compiled: the result.
-        args, kwargs: of the call.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
 
     Returns:
         The guards, with the names of the function's parameters; None if it did not recompile.
     """
-    message = compat.recompile_error(lambda: compiled(*args, **kwargs))
+    message = compat.recompile_error(lambda: run_both_ways(compiled, args, kwargs))
     if message is None:
         return None
-    lines = [line.strip() for line in message.splitlines()]
-    guards = [re.sub(r"^- (\d+/\d+: )?", "", line) for line in lines if line.startswith("- ")]
+    # "- 0/0: <guard>   # <source line>", one for each compiled version, then perhaps a stack trace
+    guards = re.findall(r"^ *- \d+/\d+: (.*?)(?:  +#.*)?$", message, re.MULTILINE)
     names = _parameter_names(function, len(args))
     text = "; ".join(dict.fromkeys(guards)) or message
     text = re.sub(
@@ -187,7 +227,9 @@ def _parameter_names(function: Callable[..., Any], num_args: int) -> dict[int, s
     return names
 
 
-def run_both_ways(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def run_both_ways(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Run forward, and backward from every differentiable result, and leave no gradient anywhere."""
 
     def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,14 +246,16 @@ def run_both_ways(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 def _leaves_of(results: list[torch.Tensor]) -> list[torch.Tensor]:
     """The leaf tensors that these depend on."""
-    leaves, seen = [], set()
+    leaves: list[torch.Tensor] = []
+    seen: set[Any] = set()
     to_visit = [result.grad_fn for result in results]
     while to_visit:
         function = to_visit.pop()
         if function is None or function in seen:
             continue
         seen.add(function)
-        if hasattr(function, "variable"):
-            leaves.append(function.variable)
+        variable = getattr(function, "variable", None)
+        if variable is not None:
+            leaves.append(variable)
         to_visit += [upstream for upstream, _ in function.next_functions]
     return leaves

@@ -23,9 +23,9 @@ import torch
 from fullgraph.customop import verify
 from fullgraph.customop.fields import FieldKind, FieldTable
 from fullgraph.customop.plan import Pass, Plan, TensorSpec
-from fullgraph.customop.structured import flatten, is_parts
-from fullgraph.customop.token import Construct, Slot, TensorSlot, parse
-from fullgraph.errors import ConfigError
+from fullgraph.customop.structured import code_of, flatten, is_parts
+from fullgraph.customop.token import CACHES, Construct, Slot, TensorSlot, encode, parse
+from fullgraph.errors import CompileError, ConfigError
 
 MAX_RESULTS = 16
 """Most plain tensors that a mutating op can return."""
@@ -34,6 +34,9 @@ MAX_PLANS = 4096
 
 Prepared = tuple[Plan, Callable[..., Any], Callable[[Mapping[str, Any]], Sequence[Any]]]
 """What the hot path needs: a plan, how to make its argument object, how to order its results."""
+
+KERNELS: dict[Any, Callable[..., Any]] = {}
+"""Overload -> its kernel, for whoever wants to look inside an op (`check.py`)."""
 
 _shape_of = operator.attrgetter("shape")
 
@@ -145,17 +148,18 @@ class LeanOp:
         self._plan, self._execute = direction.plan, direction.execute
         self._bindings: dict[str, Callable[[Sequence[Any], Sequence[Any]], Any]] = {}
         self._prepared: dict[Any, Prepared] = {}
+        self._structures: dict[Any, Any] = {}
+        CACHES.extend((self._bindings, self._prepared, self._structures))
         self._has_dyn = bool(table.of(FieldKind.DYN))
-        self._define(library, "", "Tensor[]")
-        self._define(library, "single", "Tensor", arity=1)
-        packet = getattr(getattr(torch.ops, namespace), name)
-        self.pure, self._single = packet.default, packet.single
+        self.pure = self._define(library, "", "Tensor[]")
+        self._single = self._define(library, "single", "Tensor", arity=1)
         self._mutating: list[Any] = []
         if table.of(FieldKind.MUT):
             for arity in range(MAX_RESULTS + 1):
                 returns = "Tensor" if arity == 1 else f"({', '.join(['Tensor'] * arity)})"
-                self._define(library, f"mut{arity}", returns, arity=arity, mutates=True)
-                self._mutating.append(getattr(packet, f"mut{arity}"))
+                self._mutating.append(
+                    self._define(library, f"mut{arity}", returns, arity=arity, mutates=True)
+                )
 
     @property
     def overloads(self) -> tuple[Any, ...]:
@@ -202,7 +206,7 @@ class LeanOp:
         *,
         arity: int | None = None,
         mutates: bool = False,
-    ) -> None:
+    ) -> Any:
         def kernel(run: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Any]:
             """`run` with the arguments and results of the schema."""
             fix = _FIXED.get(arity, tuple)
@@ -214,12 +218,15 @@ class LeanOp:
                 return lambda tensors, dyn, meta: fix(run(tensors, meta, tuple(dyn)))
             return run if arity is None else lambda tensors, meta: fix(run(tensors, meta))
 
-        namespace, _, name = self.name.partition("::")
-        name = f"{name}.{overload}" if overload else name
+        namespace, _, base = self.name.partition("::")
+        name = f"{base}.{overload}" if overload else base
         arguments = "Tensor[] tensors" + ", Tensor(a!)[] mutated" * mutates + ", SymInt[] dyn" * self._has_dyn
         library.define(f"{name}({arguments}, str meta) -> {returns}", tags=TAGS)
-        library.impl(name, kernel(self._real), "CompositeExplicitAutograd")
+        library.impl(name, real := kernel(self._real), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", kernel(self._fake), lib=library)
+        made = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+        KERNELS[made] = real
+        return made
 
     def _real(
         self,
@@ -243,7 +250,7 @@ class LeanOp:
         self, key: Any, flat: Sequence[torch.Tensor], meta: str, dyn: tuple[int, ...]
     ) -> Prepared:
         arguments = self._bind(meta)
-        plan = self._plan(arguments([TensorSpec.of(t) for t in flat], dyn))
+        _, plan = self.describe(flat, meta, dyn)
         if len(self._prepared) >= MAX_PLANS:
             self._prepared.clear()
         prepared = self._prepared[key] = plan, arguments, _flattener(plan)
@@ -268,7 +275,25 @@ class LeanOp:
             dyn: the `Dyn` fields.
         """
         arguments = self._bind(meta)([TensorSpec.of(t) for t in flat], dyn)
-        return arguments, self._plan(arguments)
+        plan = self._plan(arguments)
+        self._check_structure(plan, meta, flat[0].device)
+        return arguments, plan
+
+    def _check_structure(self, plan: Plan, meta: str, device: torch.device) -> None:
+        """All but the sizes of a plan is fixed by the token, the layout and the device."""
+        structure = (
+            [(name, code_of(spec)) for name, spec in plan.results.items()],
+            dict(plan.saved_inputs),
+            dict(plan.saved_outputs),
+            {name: encode(value, f"{self.name}: the value {name}") for name, value in plan.values.items()},
+        )
+        before = self._structures.setdefault((meta, device.type), structure)
+        if structure != before:
+            raise CompileError(
+                f"{self.name}: the plan depends on sizes: it has {structure}, for other sizes it had {before}",
+                why="which results there are is compiled in, and one graph serves every size",
+                do="decide by values and dtypes; what may depend on sizes are the specs and `decisions`",
+            )
 
     def _bind(self, meta: str) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
         arguments = self._bindings.get(meta)

@@ -37,7 +37,7 @@ from fullgraph.customop.structured import (
     wrap,
 )
 from fullgraph.customop.tangent import plain_gradient
-from fullgraph.customop.token import encode, parse, remember, symbolic_value
+from fullgraph.customop.token import CACHES, encode, parse, remember
 from fullgraph.errors import CompileError, ConfigError
 
 _LIBRARIES: dict[str, torch.library.Library] = {}
@@ -135,6 +135,7 @@ class CustomOp:
         self._value_names = tuple(n for n in self._table.names(FieldKind.VALUE) if n != NEEDS)
         self._has_needs = self._table.get(NEEDS) is not None
         self._calls: dict[Any, Call] = {}
+        CACHES.append(self._calls)
         self._register()
 
     # -- registration -------------------------------------------------------------------------------------------
@@ -164,21 +165,12 @@ class CustomOp:
             for f in self._table.fields
             if f.name in self._tensor_names
         )
-        returns = ", ".join(["Tensor?"] * len(self._outputs)) if len(self._outputs) > 1 else "Tensor"
-        returns = f"({returns})" if len(self._outputs) > 1 else returns
-        return f"(str token, SymInt[] dyn, SymInt[] constants{tensors}) -> {returns}"
+        many = len(self._outputs) > 1
+        returns = f"({', '.join(['Tensor?'] * len(self._outputs))})" if many else "Tensor"
+        return f"(str token, SymInt[] dyn{tensors}) -> {returns}"
 
-    def _front_kernel(
-        self, token: str, dyn: Sequence[Any], constants: Sequence[Any], *tensors: torch.Tensor | None
-    ) -> Any:
-        if any(isinstance(c, torch.SymInt) for c in constants):
-            names = self._integer_values(token)
-            raise symbolic_value(f"{self.name}.{' or '.join(names)}")
-        return self.apply(token, tuple(dyn), tensors)
-
-    def _integer_values(self, token: str) -> list[str]:
-        values = parse(token)
-        return [n for n in self._value_names if type(values.get(n)) is int]
+    def _front_kernel(self, token: str, dyn: Sequence[Any], *tensors: torch.Tensor | None) -> Any:
+        return self.apply(token, dyn, tensors)
 
     # -- public -------------------------------------------------------------------------------------------------
 
@@ -223,16 +215,14 @@ class CustomOp:
                 why="every value field of the arguments is part of the token",
                 do="pass each of them by name",
             )
-        token = self._encode([values[name] for name in self._value_names])
-        if not torch.compiler.is_compiling():
-            for value in values.values():
-                remember(value)
-        return token
+        return self._encode([values[name] for name in self._value_names])
 
     def _encode(self, values: list[Any]) -> str:
         token = self._salt
         for name, value in zip(self._value_names, values):  # noqa: B905 (Dynamo of torch 2.11)
             token = f"{token},{name}={encode(value, f'{self.name}.{name}')}"
+            if not torch.compiler.is_compiling():
+                remember(value)
         return token
 
     def __call__(self, arguments: Any, *, token: str | None = None) -> Any:
@@ -245,18 +235,15 @@ class CustomOp:
         Returns:
             The output, or a tuple of them if the op was defined with several; None for one the plan leaves out.
         """
-        constants: list[Any] = []
         if token is None:
-            values = [getattr(arguments, name) for name in self._value_names]
-            constants = [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
-            token = self._encode(values)
+            token = self._encode([getattr(arguments, name) for name in self._value_names])
         tensors = [getattr(arguments, name) for name in self._tensor_names]
         dyn = [getattr(arguments, name) for name in self._dyn_names]
         if torch.compiler.is_compiling():
-            return self.front_op(token, dyn, constants, *tensors)
+            return self.front_op(token, dyn, *tensors)
         if verify.state.on:
             self._check_token(arguments, token)
-        return self.apply(token, tuple(dyn), tensors)
+        return self.apply(token, dyn, tensors)
 
     def check(self, arguments: Any) -> None:
         """Check the op on an example: opcheck's five tests, plan against results, the CUDA-graph lint.
@@ -287,7 +274,11 @@ class CustomOp:
             call = self._calls[key] = self._prepare(token, needs, tensors, dyn)
         if needs:
             return self._function.apply(call, dyn, *tensors)
-        outputs, _ = self.run_forward(call, dyn, tensors)
+        if torch.is_grad_enabled():  # `execute` is no place for autograd to look into
+            with torch.no_grad():
+                outputs, _ = self.run_forward(call, dyn, tensors)
+        else:
+            outputs, _ = self.run_forward(call, dyn, tensors)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def run_forward(
@@ -395,6 +386,13 @@ class CustomOp:
                 why="the number of outputs is part of the op",
                 do="name them in define(outputs=...); only one of several may be left out",
             )
+        for name in plan.saved:
+            if name in plan.outputs:
+                raise CompileError(
+                    f"{self.name}: the plan has {name!r} both as an output and as saved",
+                    why="results go by name",
+                    do="save an output with saved_outputs, or rename one of them",
+                )
         if self._backward_table is None:
             return
         planned = self._backward_table.names(FieldKind.PLANNED)
@@ -509,7 +507,7 @@ class CustomOp:
         meta = self._salt
         for name in table.names(FieldKind.VALUE, FieldKind.PLANNED):
             fields[name] = needs if name == NEEDS else call.values[name]
-            meta = f"{meta},{name}={encode(fields[name])}"
+            meta = f"{meta},{name}={encode(fields[name], f'{self.name}.{name}')}"
         dyn_names = table.names(FieldKind.DYN)
         dyn_places = [self._dyn_names.index(name) for name in dyn_names]
         fields.update({name: dyn[i] for name, i in zip(dyn_names, dyn_places, strict=True)})
@@ -644,7 +642,17 @@ def _check_definition(
     """Refuse a definition that could only fail later; every message names class, field and remedy."""
     cls = forward.cls.__name__
     if len(set(outputs)) != len(outputs) or not outputs:
-        raise ConfigError(f"define {name}: outputs must be one or more different names, got {outputs}")
+        raise ConfigError(
+            f"define {name}: outputs must be one or more different names, got {outputs}",
+            why="plan, execute and backward arguments name each output",
+            do="name each output once",
+        )
+    for field in forward.of(FieldKind.PLANNED):
+        raise ConfigError(
+            f"define {name}: {cls}.{field.name} is Planned",
+            why="the forward plan decides Planned values, so they are arguments of the backward pass only",
+            do="declare it there, and give it its value in Plan(values=...)",
+        )
     if not forward.of(*_TENSORS[:2]):
         raise ConfigError(
             f"define {name}: {cls} has no tensor field",
@@ -652,7 +660,11 @@ def _check_definition(
             do="declare at least one field as Tensor or Mut[Tensor]",
         )
     if len(set(gradients)) != len(gradients):
-        raise ConfigError(f"define {name}: gradients has a name twice: {gradients}", do="name each field once")
+        raise ConfigError(
+            f"define {name}: gradients has a name twice: {gradients}",
+            why="each names a field of the forward arguments",
+            do="name each field once",
+        )
     for field_name in gradients:
         field = forward.get(field_name)
         if field is None or field.kind is not FieldKind.TENSOR:
@@ -736,7 +748,11 @@ def define(
     """
     namespace, separator, base = name.partition("::")
     if not (separator and namespace.isidentifier() and base.isidentifier()):
-        raise ConfigError(f"define: a name is 'namespace::name', got {name!r}")
+        raise ConfigError(
+            f"define: a name is 'namespace::name', got {name!r}",
+            why="torch.library files ops by namespace",
+            do="take the name of your package as namespace",
+        )
     if name in _DEFINED:
         raise ConfigError(
             f"define {name}: this op is already defined",
@@ -751,7 +767,11 @@ def define(
             do="give both or neither",
         )
     if isinstance(backward, StraightThrough) and not len(gradients) == len(outputs) == 1:
-        raise ConfigError(f"define {name}: STRAIGHT_THROUGH needs one gradient and one output")
+        raise ConfigError(
+            f"define {name}: STRAIGHT_THROUGH needs one gradient and one output, got {gradients} and {outputs}",
+            why="it hands the one to the other",
+            do="give a backward Pass",
+        )
     op = CustomOp(name, forward, backward, gradients, outputs, version)
     _DEFINED[name] = op
     return op

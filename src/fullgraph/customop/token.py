@@ -21,10 +21,14 @@ from typing import Any
 
 import torch
 
+from fullgraph.customop import compat
 from fullgraph.errors import CompileError, ConfigError
 
-_LOCAL_TYPES: dict[str, type] = {}
-"""Types that `importlib` cannot find again (defined in a function or in __main__), met by `remember`."""
+_TYPES: dict[str, type] = {}
+"""Types met by `remember`; those defined in a function could not be found again in another way."""
+
+CACHES: list[dict[Any, Any]] = []
+"""Whatever holds parsed values; emptied when a type is defined anew, as in a notebook."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +58,6 @@ class Group:
         Raises:
             CompileError: no group of this name exists (any more) in this process.
         """
-        from fullgraph.customop import compat
-
         group = compat.process_group(self.name)
         if group is None:
             raise CompileError(
@@ -71,21 +73,25 @@ def type_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def encode(value: Any, where: str = "value") -> str:
-    """Write a value as canonical text; equal values give equal texts.
+def encode(value: Any, where: str = "value", *, freeze: bool = False) -> str:
+    """Write a value as canonical text; equal values of equal types give equal texts.
 
-    Traceable by Dynamo: only f-strings, `isinstance`, loops and `dataclasses.fields`.
+    Traceable by Dynamo, which rules out much of ordinary Python: `str.join` and `repr` of what a caller passed fail
+    in torch 2.11 and 2.13, and an f-string takes such numbers only after `int()` or `float()`.
 
     Args:
         value: None, bool, int, float, str, dtype, device, enum, process group, frozen dataclass, or tuples and
             string-keyed dicts of these.
         where: what to call the value in an error, such as "linear.numerics".
+        freeze: inside a compiled function, make a symbolic integer constant rather than refuse it. Set for the fields
+            of a dataclass: Dynamo takes the integers of a configuration object for sizes under `dynamic=True`.
 
     Returns:
         A Python expression that `parse` turns back into an equal value.
 
     Raises:
-        ConfigError: a value that cannot be a constant of the graph, a symbolic integer above all.
+        ConfigError: a value that cannot be a constant of the graph, a symbolic integer above all. (While Dynamo
+            traces, where an exception would lose its message, `parse` raises it instead.)
 
     Example:
         >>> encode((1, 0.5, torch.bfloat16, {"a": None}))
@@ -96,33 +102,56 @@ def encode(value: Any, where: str = "value") -> str:
     if isinstance(value, Encoded):
         return value.text
     if isinstance(value, enum.Enum):
+        if isinstance(value, enum.Flag) and value.name not in type(value).__members__:
+            raise _not_a_constant(where, "a combination of flags")
         return f"enum({type_name(type(value))!r},{value.name!r})"
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, str)):
         return f"{value!r}"
+    if isinstance(value, int):
+        if not freeze and not compat.has_static_value(value):
+            return f"symbolic({where!r})"
+        return f"{int(value)!r}"
+    if isinstance(value, float):
+        return f"{float(value)!r}"
     if isinstance(value, torch.dtype):
         return f"{value}"
     if isinstance(value, torch.device):
         return f"device({str(value)!r})"
+    text = ""
     if isinstance(value, tuple):
-        return "(" + "".join([encode(item, where) + "," for item in value]) + ")"
+        for item in value:
+            text = f"{text}{encode(item, where, freeze=freeze)},"
+        return f"({text})"
     if isinstance(value, dict):
-        return "{" + "".join([f"{k!r}:{encode(value[k], where)}," for k in sorted(value)]) + "}"
+        for key in sorted(value):
+            if not isinstance(key, str):
+                raise _not_a_constant(where, "a dict with a key other than a string")
+            text = f"{text}{key!r}:{encode(value[key], where, freeze=freeze)},"
+        return f"{{{text}}}"
     if isinstance(value, Group):
         return f"group({value.name!r})"
-    if dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        fields = [
-            f",{f.name}={encode(getattr(value, f.name), where)}"
-            for f in dataclasses.fields(value)
-            if f.init
-        ]
-        return f"new({type_name(type(value))!r}{''.join(fields)})"
+    if _is_frozen(value):
+        for field in dataclasses.fields(value):
+            if field.init:
+                text = f"{text},{field.name}={encode(getattr(value, field.name), where, freeze=True)}"
+        return f"new({type_name(type(value))!r}{text})"
     if hasattr(value, "group_name"):
         return f"group({value.group_name!r})"
-    raise ConfigError(
-        f"{where}: a value of type {type(value).__name__} cannot be a constant of the graph",
+    raise _not_a_constant(where, f"a value of type {type(value).__name__}")
+
+
+def _is_frozen(value: Any) -> bool:
+    if isinstance(value, type) or not dataclasses.is_dataclass(value):
+        return False
+    return value.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def _not_a_constant(where: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: {what} cannot be a constant of the graph",
         why="static arguments cross as text, so that compile caches and other processes can compare them",
         do="use None, bool, int, float, str, dtype, device, an Enum, a process group, a frozen dataclass, or "
-        "tuples and dicts of these; a tensor belongs in a Tensor field",
+        "tuples and string-keyed dicts of these; a tensor belongs in a Tensor field",
     )
 
 
@@ -136,19 +165,40 @@ def symbolic_value(where: str) -> ConfigError:
 
 
 def remember(value: Any) -> None:
-    """Keep the types inside `value` findable by `parse`, also those that cannot be imported by name."""
+    """Keep the types inside `value` findable by `parse`, also those that cannot be imported by name.
+
+    Raises:
+        ConfigError: two types of one name.
+    """
     if isinstance(value, enum.Enum):
-        _LOCAL_TYPES[type_name(type(value))] = type(value)
+        _remember_type(type(value))
     elif isinstance(value, tuple):
         for item in value:
             remember(item)
     elif isinstance(value, dict):
         for item in value.values():
             remember(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        _LOCAL_TYPES[type_name(type(value))] = type(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, (type, Encoded, Group)):
+        _remember_type(type(value))
         for field in dataclasses.fields(value):
             remember(getattr(value, field.name))
+
+
+def _remember_type(cls: type) -> None:
+    name = type_name(cls)
+    known = _TYPES.setdefault(name, cls)
+    if known is cls:
+        return
+    if _import_type(name) is not cls:
+        raise ConfigError(
+            f"two types are called {name}, and a value of the one that the name does not lead to came up",
+            why="a token names types by module and qualified name",
+            do="give one of them another name; after defining a type anew, make its values anew as well",
+        )
+    _TYPES[name] = cls
+    parse.cache_clear()
+    for cache in CACHES:
+        cache.clear()
 
 
 def find_type(name: str) -> type:
@@ -157,25 +207,27 @@ def find_type(name: str) -> type:
     Raises:
         CompileError: no such type in this process.
     """
-    if name in _LOCAL_TYPES:
-        return _LOCAL_TYPES[name]
+    found = _TYPES.get(name) or _import_type(name)
+    if found is None:
+        raise CompileError(
+            f"the type {name} of a static argument was not found in this process",
+            why="a compiled graph names the types of its constants by module and qualified name",
+            do="define the class at the top level of an importable module",
+        )
+    return found
+
+
+def _import_type(name: str) -> type | None:
     path = name.split(".")
     for cut in range(len(path) - 1, 0, -1):
         try:
             found: Any = importlib.import_module(".".join(path[:cut]))
         except ModuleNotFoundError:
             continue
-        try:
-            for part in path[cut:]:
-                found = getattr(found, part)
-        except AttributeError:
-            break
+        for part in path[cut:]:
+            found = getattr(found, part, None)
         return found
-    raise CompileError(
-        f"the type {name} of a static argument was not found in this process",
-        why="a compiled graph names the types of its constants by module and qualified name",
-        do="define the class at the top level of an importable module",
-    )
+    return None
 
 
 class Slot(enum.Enum):
@@ -214,6 +266,7 @@ def parse(text: str) -> dict[str, Any]:
 
     Raises:
         CompileError: a type was not found, or the text is not a token.
+        ConfigError: `encode` met a symbolic integer while Dynamo traced it.
     """
     call = ast.parse(f"token({text})", mode="eval").body
     assert isinstance(call, ast.Call)
@@ -248,11 +301,13 @@ def _value(node: ast.expr) -> Any:
 def _construct(constructor: str, args: list[Any], fields: dict[str, Any]) -> Any:
     match constructor:
         case "enum":
-            return getattr(find_type(args[0]), args[1])
+            return find_type(args[0])[args[1]]  # type: ignore[index]
         case "device":
             return torch.device(args[0])
         case "group":
             return Group(args[0])
+        case "symbolic":
+            raise symbolic_value(args[0])
         case "new":
             cls = find_type(args[0])
             has_slot = any(isinstance(v, TensorSlot) for v in fields.values())

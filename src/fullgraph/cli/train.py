@@ -1,0 +1,338 @@
+"""`fullgraph train`: a small GPT on real text, in one recipe or in two side by side.
+
+Both models start from the same weights and see the same batches; each step trains the one, then the other, so that
+losses and times are taken under the same conditions, and an interrupted run is complete for the steps that it did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import platform
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+from fullgraph._version import __version__
+from fullgraph.cli.curves import Log, draw, smoothed
+from fullgraph.cli.device import cpp_compiler, find_device
+from fullgraph.cli.gpt import GPT, GPTSize
+from fullgraph.cli.output import console, writable
+from fullgraph.cli.text import Batches, read_text
+from fullgraph.customop.graphs import GraphRecorder, isolated
+from fullgraph.errors import ConfigError
+from fullgraph.explain import ROUTES
+from fullgraph.nn import Linear
+from fullgraph.recipes import Recipe, get
+
+BATCH_SIZE = 8
+PEAK_LEARNING_RATE = 2e-3
+LINES_WITHOUT_TERMINAL = 12
+"""Lines of progress in all where there is no terminal to draw a bar on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """Options of a run, as on the command line.
+
+    Args:
+        recipe, compare: names of recipes; `compare` None trains one model only.
+        data: text to train on; None for Python's standard library.
+        steps: optimizer steps.
+        device: where to train.
+        out: directory for the log and the curves.
+        seed: of weights and batches.
+        size: of the model.
+    """
+
+    recipe: str
+    compare: str | None = None
+    data: Path | None = None
+    steps: int = 200
+    device: str = "cpu"
+    out: Path = Path("runs/train")
+    seed: int = 0
+    size: GPTSize = dataclasses.field(default_factory=GPTSize)
+
+
+class Trainee:
+    """One model in training, and what was measured of it.
+
+    Args:
+        name, recipe: of its linear layers.
+        options: of the run.
+        device: where it lives.
+        compiler: for `GraphRecorder`.
+    """
+
+    def __init__(
+        self, name: str, recipe: Recipe, options: TrainOptions, device: torch.device, compiler: str
+    ) -> None:
+        torch.manual_seed(options.seed)
+        self.name = name
+        self.model = GPT(options.size, recipe).to(device)
+        self.recorder = GraphRecorder(compiler)
+        self.compiled = torch.compile(
+            isolated(self.model), backend=self.recorder, fullgraph=True, dynamic=False
+        )
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate_factor(step, options.steps)
+        )
+        self.device_type = device.type
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self, text: Tensor, target: Tensor) -> None:
+        """Train on one batch."""
+        start = time.perf_counter()
+        with torch.autocast(self.device_type, dtype=torch.bfloat16):
+            loss = self.compiled(text, target)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        value = loss.item()  # waits for the device, so the time is that of the whole step
+        self.seconds.append(time.perf_counter() - start)
+        self.losses.append(value)
+
+    def measurements(self, tokens: int) -> dict[str, Any]:
+        """What the run shows of this model.
+
+        Args:
+            tokens: in one step.
+        """
+        later = self.seconds[1:]
+        step_seconds = statistics.median(later) if later else None
+        return {
+            "loss": self.losses,
+            "final_loss": smoothed(self.losses)[-1] if self.losses else None,
+            "num_linears": sum(isinstance(m, Linear) for m in self.model.modules()),
+            "forward_nodes": len(self.recorder.forward),
+            "backward_nodes": len(self.recorder.backward),
+            "graph_breaks": len(self.recorder.breaks),
+            "recompiles": max(0, len(self.recorder.graphs) - len(self.recorder.breaks) - 1),
+            "gemms": self._routes(),
+            "cold_seconds": self.seconds[0] if self.seconds else None,
+            "step_seconds": step_seconds,
+            "tokens_per_second": None if step_seconds is None else tokens / step_seconds,
+        }
+
+    def _routes(self) -> list[str]:
+        """How the GEMMs in the compiled graphs run."""
+        nodes = (*self.recorder.forward, *self.recorder.backward)
+        return sorted({ROUTES[b] for node in nodes for b in node.plan.decisions.gemms.values()})
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Up to 30 steps to warm up, then a cosine down to a tenth of the peak."""
+    warmup = max(1, min(30, steps // 2))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def train(options: TrainOptions) -> dict[str, Any]:
+    """Train, showing progress; write the log and the curves.
+
+    Args:
+        options: of the run.
+
+    Returns:
+        The result as plain data; its "interrupted" tells whether Ctrl-C ended it early.
+
+    Raises:
+        ConfigError: an option that cannot be meant.
+        HardwareError: a device that is not there.
+    """
+    if options.steps < 1:
+        raise ConfigError(
+            f"train: at least one step is needed, got {options.steps}", do="raise --steps"
+        )
+    names = [name for name in (options.recipe, options.compare) if name is not None]
+    recipes = [get(name) for name in names]
+    device = find_device(options.device)
+    text = read_text(options.data, options.size.context)
+    log_path, curve_path = (writable(options.out / name) for name in ("loss.jsonl", "loss.png"))
+    compiler = _choose_compiler(device)
+
+    console.print(f"{len(text):,} bytes of text, {device}, torch {torch.__version__}")
+    trainees = [
+        Trainee(name, recipe, options, device, compiler)
+        for name, recipe in zip(names, recipes, strict=True)
+    ]
+    batches = Batches(text, BATCH_SIZE, options.size.context, device, options.seed)
+    with Log(log_path) as log:
+        interrupted = _run(options.steps, trainees, batches, log)
+    done = min(len(trainee.losses) for trainee in trainees)
+    for trainee in trainees:  # an interruption may come between two of them
+        del trainee.losses[done:], trainee.seconds[done:]
+    draw(curve_path, {trainee.name: trainee.losses for trainee in trainees})
+    return {
+        "recipe": options.recipe,
+        "compare": options.compare,
+        "device": str(device),
+        "torch": torch.__version__,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "fullgraph": __version__,
+        },
+        "compiler": compiler,
+        "seed": options.seed,
+        "text_bytes": len(text),
+        "num_parameters": sum(p.numel() for p in trainees[0].model.parameters()),
+        "requested_steps": options.steps,
+        "steps": done,
+        "interrupted": interrupted,
+        "log": str(log_path),
+        "curve": str(curve_path),
+        **_measurements(trainees, BATCH_SIZE * options.size.context),
+    }
+
+
+def _measurements(trainees: list[Trainee], tokens: int) -> dict[str, Any]:
+    """Of the first model under plain keys, of the second under the same ones after "compare_"."""
+    first, *others = [trainee.measurements(tokens) for trainee in trainees]
+    for second in others:
+        difference = None
+        if first["final_loss"] is not None:
+            difference = first["final_loss"] / second["final_loss"] - 1
+        compared = {f"compare_{key}": value for key, value in second.items()}
+        return {**first, **compared, "relative_difference": difference}
+    return first
+
+
+def _choose_compiler(device: torch.device) -> str:
+    if device.type == "cpu" and cpp_compiler() is None:
+        console.print(
+            "[yellow]There is no C++ compiler, so the graphs run as they are (aot_eager) instead of "
+            "through Inductor: the same nodes, slower. `fullgraph doctor` says more.[/yellow]"
+        )
+        return "aot_eager"
+    return "inductor"
+
+
+def _run(steps: int, trainees: list[Trainee], batches: Batches, log: Log) -> bool:
+    """Train all models step by step; whether Ctrl-C ended it early."""
+    try:
+        with _Display(steps, batches.tokens) as display:
+            for step in range(1, steps + 1):
+                batch = batches.draw()
+                for trainee in trainees:
+                    display.start(step, trainee)
+                    trainee.step(*batch)
+                losses = [trainee.losses[-1] for trainee in trainees]
+                seconds = [trainee.seconds[-1] for trainee in trainees]
+                keys = ("", "compare_")
+                log.write(
+                    {"step": step}
+                    | {f"{key}loss": loss for key, loss in zip(keys, losses, strict=False)}
+                    | {f"{key}seconds": time for key, time in zip(keys, seconds, strict=False)}
+                )
+                display.finish(step, trainees)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows completes what was begun
+        return True
+    return False
+
+
+class _Display:
+    """Progress: a bar on a terminal, some lines elsewhere."""
+
+    def __init__(self, steps: int, tokens: int) -> None:
+        self.steps, self.tokens = steps, tokens
+        self.every = max(1, steps // LINES_WITHOUT_TERMINAL)
+        columns = ("[progress.description]{task.description}", "{task.completed}/{task.total}")
+        self.progress = Progress(
+            TextColumn(columns[0]),
+            BarColumn(),
+            TextColumn(columns[1]),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.progress.add_task("starting", total=steps, facts="")
+
+    def start(self, step: int, trainee: Trainee) -> None:
+        """A model is about to be trained for a step."""
+        if step == 1:
+            self._describe(f"compiling {trainee.name}")
+
+    def finish(self, step: int, trainees: list[Trainee]) -> None:
+        """A step is done."""
+        facts = ", ".join(
+            f"{t.name} loss {t.losses[-1]:.3f}, {self.tokens / t.seconds[-1]:,.0f} tokens/s"
+            for t in trainees
+        )
+        self.progress.update(self.task, completed=step, facts=facts, description="training")
+        if not console.is_terminal and (step % self.every == 0 or step in (1, self.steps)):
+            console.print(f"step {step}/{self.steps}: {facts}", highlight=False, soft_wrap=True)
+
+    def _describe(self, what: str) -> None:
+        self.progress.update(self.task, description=what)
+        if not console.is_terminal:
+            console.print(what, highlight=False)
+
+    def __enter__(self) -> _Display:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+
+def summary(result: dict[str, Any]) -> Table:
+    """The result of `train` as a table."""
+    title = f"{result['steps']} steps on {result['device']}"
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("")
+    prefixes = [""] if result["compare"] is None else ["", "compare_"]
+    for name in filter(None, (result["recipe"], result["compare"])):
+        table.add_column(name, justify="right")
+    rows: dict[str, Callable[[str], str]] = {
+        "loss at the start": lambda p: _number(next(iter(result[f"{p}loss"]), None)),
+        "loss at the end (mean of 20)": lambda p: _number(result[f"{p}final_loss"]),
+        "linear layers": lambda p: str(result[f"{p}num_linears"]),
+        "forward / backward nodes": lambda p: (
+            f"{result[f'{p}forward_nodes']} / {result[f'{p}backward_nodes']}"
+        ),
+        "graph breaks / recompiles": lambda p: (
+            f"{result[f'{p}graph_breaks']} / {result[f'{p}recompiles']}"
+        ),
+        "GEMMs": lambda p: ", ".join(result[f"{p}gemms"]),
+        "first step, compiling (s)": lambda p: _number(result[f"{p}cold_seconds"], 1),
+        "later steps, median (ms)": lambda p: _number(result[f"{p}step_seconds"], 0, 1000),
+        "tokens per second": lambda p: _number(result[f"{p}tokens_per_second"], 0),
+    }
+    for label, text in rows.items():
+        table.add_row(label, *[text(prefix) for prefix in prefixes])
+    notes = []
+    if result.get("relative_difference") is not None:
+        notes.append(
+            f"Final loss: {result['recipe']} {result['relative_difference']:+.2%} against {result['compare']}."
+        )
+    if "emulated" in result["gemms"]:
+        notes.append(
+            "Emulated: the device has no units for this, so the same operands are multiplied in high "
+            "precision. The loss is the point here, not the speed."
+        )
+    table.caption = "\n".join(notes)
+    return table
+
+
+def _number(value: float | None, digits: int = 3, factor: float = 1) -> str:
+    return "-" if value is None else f"{value * factor:,.{digits}f}"

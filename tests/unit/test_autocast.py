@@ -1,0 +1,356 @@
+"""`fg.autocast`: which recipe a layer uses, in nested contexts, threads, compiled functions, backward and recomputation."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from linear_cases import Case, K, N, assert_same_results, batch, gradients, step
+from oracles import assert_same_bits
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import fullgraph as fg
+from fullgraph.errors import ConfigError
+from fullgraph.nn import current_recipe
+from fullgraph.recipes import BY_NAME, Float8CurrentScaling
+
+BF16, FP8 = BY_NAME.values()
+E5M2 = Float8CurrentScaling(forward_format=fg.Format.E5M2)
+RECIPES = [BF16, FP8, E5M2]
+
+
+@pytest.fixture
+def layer():
+    """A layer that leaves the recipe to the context."""
+    return fg.Linear(K, N, dtype=torch.bfloat16)
+
+
+def under(recipe, function, *args):
+    with fg.autocast(recipe):
+        return function(*args)
+
+
+def expected_outputs(layer, x):
+    """The output of each recipe, all different."""
+    own = {}
+    for recipe in RECIPES:
+        layer.configure(recipe)
+        own[recipe] = layer(x).detach()
+    layer.configure(None)
+    assert len({tuple(o.flatten().tolist()) for o in own.values()}) == len(RECIPES)
+    return own
+
+
+# Which recipe is in force.
+
+
+def test_outside_it_is_high_precision():
+    assert current_recipe() is BF16
+
+
+def test_contexts_nest():
+    with fg.autocast("fp8-current"):
+        assert current_recipe() is FP8
+        with fg.autocast(E5M2):
+            assert current_recipe() is E5M2
+            with fg.autocast(E5M2, enabled=False):
+                assert current_recipe() is BF16
+            assert current_recipe() is E5M2
+        assert current_recipe() is FP8
+    assert current_recipe() is BF16
+
+
+def test_one_context_can_be_entered_twice():
+    context = fg.autocast(FP8)
+    with context, fg.autocast(E5M2), context as inner:
+        assert inner is context
+        assert current_recipe() is FP8
+    assert current_recipe() is BF16
+
+
+def test_an_exception_restores_the_recipe():
+    with fg.autocast(E5M2):
+        with pytest.raises(ZeroDivisionError, match="division"), fg.autocast(FP8):
+            1 / 0  # noqa: B018
+        assert current_recipe() is E5M2
+    assert current_recipe() is BF16
+
+
+def test_wrong_recipes_are_refused_where_they_are_written():
+    with pytest.raises(ConfigError, match="unknown recipe 'fp9'"):
+        fg.autocast("fp9")
+    with pytest.raises(ConfigError, match="a recipe is needed, got None"):
+        fg.autocast(None)
+
+
+def test_a_context_belongs_to_its_thread():
+    seen = []
+    with fg.autocast(FP8):
+        thread = threading.Thread(target=lambda: seen.append(current_recipe()))
+        thread.start()
+        thread.join()
+        assert current_recipe() is FP8
+    assert seen == [BF16]
+
+
+# What a layer does with it.
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_a_layer_uses_the_recipe_of_the_context(layer, recipe):
+    x, grad_output = batch(24)
+    own = fg.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
+    own.load_state_dict(layer.state_dict())
+    got = under(recipe, step, layer, x, grad_output)
+    assert_same_results(got, step(own, x, grad_output))
+    with fg.autocast(recipe):
+        assert_same_bits(fg.linear(x, layer.weight, layer.bias), got["output"])
+
+
+def test_a_recipe_of_the_layer_wins(layer):
+    x, _ = batch(24)
+    expected = expected_outputs(layer, x)
+    layer.configure(E5M2)
+    assert_same_bits(under(FP8, layer, x), expected[E5M2])
+    assert_same_bits(fg.linear(x, layer.weight, layer.bias, recipe=E5M2), expected[E5M2])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_backward_uses_the_recipe_of_its_forward(layer, compiled):
+    function = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    x, grad_output = batch(24)
+    for recipe in RECIPES:
+        expected = under(recipe, step, layer, x, grad_output)
+        for elsewhere in (contextlib.nullcontext(), fg.autocast(BF16), fg.autocast(E5M2)):
+            layer.zero_grad()
+            leaf = x.clone().requires_grad_()
+            output = under(recipe, function, leaf)
+            with elsewhere:
+                output.backward(grad_output)
+            got = {"output": output.detach(), "grad_input": leaf.grad, **gradients(layer)}
+            assert_same_results(got, expected)
+
+
+# Compiled.
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_outside_a_compiled_function(layer, backend, dynamic):
+    x, grad_output = batch(24)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)
+    for _ in range(2):
+        for recipe in RECIPES:
+            got = under(recipe, step, layer, x, grad_output, compiled)
+            assert_same_results(got, under(recipe, step, layer, x, grad_output))
+    assert counters["stats"]["unique_graphs"] == len(RECIPES)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_inside_a_compiled_function(layer, backend, dynamic):
+    def function(x):
+        outputs = [layer(x)]
+        with fg.autocast(Float8CurrentScaling(power_of_two=True, amax_epsilon=0.5)):
+            outputs.append(layer(x))
+            with fg.autocast("bf16"):
+                outputs.append(layer(x))
+            with fg.autocast(E5M2):
+                outputs.append(layer(x))
+            with fg.autocast("fp8-current", enabled=False):
+                outputs.append(layer(x))
+            outputs.append(layer(x))
+        return *outputs, layer(x)
+
+    x, _ = batch(24)
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    for outer in (BF16, FP8):
+        for got, expected in zip(under(outer, compiled, x), under(outer, function, x), strict=True):
+            assert_same_bits(got, expected)
+        with fg.autocast(outer):
+            compiled(x)
+            assert current_recipe() is outer
+    assert current_recipe() is BF16
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_function_that_raises_restores_the_recipe(layer):
+    def function(x):
+        with fg.autocast(FP8):
+            return layer(x[:, :7])
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with fg.autocast(E5M2):
+        for each in (function, compiled):
+            with pytest.raises(Exception, match="must be in_features = 48"):
+                each(batch(3)[0])
+            assert current_recipe() is E5M2
+
+
+def test_a_changed_recipe_of_a_layer_is_noticed(layer):
+    x, _ = batch(24)
+    expected = expected_outputs(layer, x)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for recipe in (*RECIPES, *RECIPES):
+        layer.configure(recipe)
+        assert_same_bits(compiled(x), expected[recipe])
+    assert counters["stats"]["unique_graphs"] == len(RECIPES)
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_threads_do_not_see_the_recipes_of_others(layer, where):
+    """Through one compiled function, compiling at the same time to begin with."""
+    x, grad_output = batch(24)
+    function = layer
+    if where == "inside":
+
+        def function(x, recipe):
+            with fg.autocast(recipe):
+                return layer(x)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    expected = {}
+    for recipe in RECIPES:
+        leaf = x.clone().requires_grad_()
+        output = under(recipe, layer, leaf)
+        expected[recipe] = output.detach(), *torch.autograd.grad(output, leaf, grad_output)
+    wrong, rounds = [], 30
+    barrier = threading.Barrier(2 * len(RECIPES))
+
+    def work(recipe):
+        barrier.wait()
+        for i in range(rounds):
+            leaf = x.clone().requires_grad_()
+            output = compiled(leaf, recipe) if where == "inside" else under(recipe, compiled, leaf)
+            got = output.detach(), *torch.autograd.grad(output, leaf, grad_output)
+            if not all(map(torch.equal, got, expected[recipe])) or current_recipe() is not BF16:
+                wrong.append((recipe, i))
+        finished.append(recipe)
+
+    finished = []
+    threads = [threading.Thread(target=work, args=(recipe,)) for recipe in RECIPES * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(finished) == len(threads)
+
+
+# Activation checkpointing: forward again, in backward.
+
+
+def checkpointed_step(layer, function, x, grad_output, *, backward_inside):
+    """A step under FP8 with the backward pass inside or outside of the context."""
+    layer.zero_grad()
+    leaf = x.clone().requires_grad_()
+    with fg.autocast(FP8):
+        output = function(leaf)
+        if backward_inside:
+            output.backward(grad_output)
+    if not backward_inside:
+        output.backward(grad_output)
+    return {"output": output.detach(), "grad_input": leaf.grad, **gradients(layer)}
+
+
+reentrant = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+anywhere = pytest.mark.parametrize("backward_inside", [True, False], ids=["inside", "outside"])
+
+
+@reentrant
+@pytest.mark.parametrize("compiled_inside", [False, True], ids=["eager", "around-compiled"])
+def test_recomputation_inside_the_context(layer, use_reentrant, compiled_inside):
+    x, grad_output = batch(24)
+    module = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled_inside else layer
+    got = checkpointed_step(
+        layer,
+        lambda x: checkpoint(module, x, use_reentrant=use_reentrant),
+        x,
+        grad_output,
+        backward_inside=True,
+    )
+    assert_same_results(got, under(FP8, step, layer, x, grad_output))
+
+
+@reentrant
+@anywhere
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_recomputation_uses_the_recipe_of_its_forward(
+    layer, backend, use_reentrant, backward_inside
+):
+    x, grad_output = batch(24)
+    compiled = torch.compile(
+        lambda x: checkpoint(layer, x, use_reentrant=use_reentrant), backend=backend, fullgraph=True
+    )
+    got = checkpointed_step(layer, compiled, x, grad_output, backward_inside=backward_inside)
+    assert_same_results(got, under(FP8, step, layer, x, grad_output))
+
+
+@reentrant
+@anywhere
+def test_recomputation_of_layers_with_their_own_recipe(use_reentrant, backward_inside):
+    layer = Case("fp8-current").layer()
+    x, grad_output = batch(24)
+    got = checkpointed_step(
+        layer,
+        lambda x: checkpoint(layer, x, use_reentrant=use_reentrant),
+        x,
+        grad_output,
+        backward_inside=backward_inside,
+    )
+    assert_same_results(got, step(layer, x, grad_output))
+
+
+@reentrant
+@anywhere
+def test_recomputation_of_a_context_of_its_own(layer, use_reentrant, backward_inside):
+    def function(x):
+        with fg.autocast(E5M2):
+            return layer(x)
+
+    x, grad_output = batch(24)
+    got = checkpointed_step(
+        layer,
+        lambda x: checkpoint(function, x, use_reentrant=use_reentrant),
+        x,
+        grad_output,
+        backward_inside=backward_inside,
+    )
+    assert_same_results(got, under(E5M2, step, layer, x, grad_output))
+
+
+def recompute_as_forward():
+    """Contexts for forward and recomputation: the recipe that is in force now, for both."""
+    return contextlib.nullcontext(), fg.autocast(current_recipe())
+
+
+@anywhere
+def test_recomputation_in_a_context_that_was_kept(layer, backward_inside):
+    model = nn.Sequential(layer, nn.ReLU(), fg.Linear(N, K, dtype=torch.bfloat16))
+    x, grad_output = batch(24, K, K)
+    got = checkpointed_step(
+        model,
+        lambda x: checkpoint(model, x, use_reentrant=False, context_fn=recompute_as_forward),
+        x,
+        grad_output,
+        backward_inside=backward_inside,
+    )
+    assert_same_results(got, under(FP8, step, model, x, grad_output))
+
+
+@reentrant
+@pytest.mark.xfail(
+    strict=True, reason="eager recomputation outside of the context does not know the recipe of its forward"
+)
+def test_eager_recomputation_outside_the_context(layer, use_reentrant):
+    x, grad_output = batch(24)
+    got = checkpointed_step(
+        layer,
+        lambda x: checkpoint(layer, x, use_reentrant=use_reentrant),
+        x,
+        grad_output,
+        backward_inside=False,
+    )
+    assert_same_results(got, under(FP8, step, layer, x, grad_output))
