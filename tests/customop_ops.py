@@ -431,7 +431,7 @@ class Level:
 @dataclass
 class TaggedForward:
     x: Tensor
-    level: Level = Level()
+    level: Level | None = None
     sizes: tuple[int, ...] = ()
     options: dict[str, float] = dataclasses.field(default_factory=dict)
     mode: Mode = Mode.FAST
@@ -441,7 +441,8 @@ class TaggedForward:
 
 
 def execute_tagged(plan, a):
-    factor = a.level.depth * a.level.factor + sum(a.sizes) + sum(a.options.values()) + a.size
+    level = a.level or Level()
+    factor = level.depth * level.factor + sum(a.sizes) + sum(a.options.values()) + a.size
     return {"output": (a.x * factor * a.mode.value).to(a.dtype)}
 
 

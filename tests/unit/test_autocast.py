@@ -136,8 +136,9 @@ def test_backward_uses_the_recipe_of_its_forward(layer, compiled):
 # Compiled.
 
 
-@pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "dynamic"), [("aot_eager", None), ("aot_eager", True), ("inductor", None)]
+)
 def test_outside_a_compiled_function(layer, backend, dynamic):
     x, grad_output = batch(24)
     compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -148,8 +149,9 @@ def test_outside_a_compiled_function(layer, backend, dynamic):
     assert counters["stats"]["unique_graphs"] == len(RECIPES)
 
 
-@pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "dynamic"), [("aot_eager", None), ("aot_eager", True), ("inductor", None)]
+)
 def test_inside_a_compiled_function(layer, backend, dynamic):
     def function(x):
         outputs = [layer(x)]

@@ -118,6 +118,13 @@ def test_annotations_must_resolve():
         read_fields(arguments(x="Nowhere"))
 
 
+@pytest.mark.parametrize("default", [{"default": ops.Level()}, {"default_factory": ops.Level}], ids=str)
+def test_defaults_that_dynamo_cannot_make_are_refused(default):
+    cls = make_dataclass("Arguments", [("x", Tensor), ("level", ops.Level, field(**default))])
+    with pytest.raises(ConfigError, match=r"the default of Arguments.level is a dataclass(?s:.)*Do: let it be None"):
+        read_fields(cls)
+
+
 @pytest.mark.parametrize("name", ["salt", "token", "dyn"])
 def test_some_names_are_taken(name):
     with pytest.raises(ConfigError, match=f"Arguments must not have a field called '{name}'"):

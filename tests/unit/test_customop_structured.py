@@ -86,7 +86,7 @@ def test_unknown_ops_decode_first_and_are_differentiable():
 
 @pytest.mark.parametrize(
     "function",
-    [Tensor.detach, Tensor.clone, lambda q: q.view_as(q) if False else q.data, lambda q: q.to("cpu", copy=True)],
+    [Tensor.detach, Tensor.clone, lambda q: q.data, lambda q: q.to("cpu", copy=True)],
     ids=["detach", "clone", "data", "to copy"],
 )
 def test_these_keep_the_structure(function):
@@ -116,15 +116,15 @@ def test_writing_in_place_encodes_again():
     x = torch.randn(3, 4)
     q = int8(x)
     data, text = q.part_data, q.layout_text
-    expected = to_int8(q.parts.decode() * 2 + 1)
-    assert q.mul_(2).add_(1) is q
-    assert torch.equal(q.part_data, expected.data) or torch.allclose(q.parts.decode(), expected.decode(), atol=0.1)
+    expected = int8(q.parts.decode() + 1)
+    assert q.add_(1) is q
+    assert same(q, expected)
     assert q.part_data is data
     assert q.layout_text == text
     q.zero_()
     assert torch.equal(q.parts.decode(), torch.zeros(3, 4))
-    torch.add(x, 1, out=q) if False else q.copy_(x)
-    assert same(q, int8(x))
+    torch.add(x, 1, out=q)
+    assert same(q, int8(x + 1))
 
 
 def test_copies_between_plain_and_structured():
@@ -134,13 +134,6 @@ def test_copies_between_plain_and_structured():
     assert torch.equal(torch.empty(3, 4).copy_(int8(y)), int8(y).parts.decode())
     assert same(int8(x).copy_(split(y)), int8(split(y).parts.decode()))
     assert same(int8(x).copy_(y[:1]), int8(y[:1].expand(3, 4)))
-
-
-def test_copying_a_scale_in_bfloat16_does_not_round_the_parts():
-    x = torch.randn(3, 4)
-    target = int8(torch.zeros(3, 4))
-    target.copy_(int8(x))
-    assert same(target, int8(x))
 
 
 def test_a_structure_without_encode_is_read_only():
@@ -188,19 +181,21 @@ def test_parts_have_a_tensor():
 
 
 def test_a_class_can_be_taught_ops():
-    class Taught(StructuredTensor, parts=type("TaughtParts", (SplitParts,), {}) and dataclass(
-        type("TaughtParts", (SplitParts,), {"__module__": __name__, "__annotations__": {}})
-    )):
+    @dataclass
+    class TaughtParts(SplitParts):
+        pass
+
+    class Taught(StructuredTensor, parts=TaughtParts):
         pass
 
     @Taught.implements(torch.ops.aten.neg.default)
     def negate(func, args, kwargs):
-        return "taught"
+        return Taught(TaughtParts(-args[0].part_high))
 
-    x = Taught(Taught._table.cls(torch.zeros(3)))
-    assert torch.ops.aten.neg(x) == "taught"
-    assert isinstance(torch.ops.aten.neg(split(torch.zeros(3))), Tensor)
-    assert isinstance(x.clone(), Taught)
+    x = torch.ones(3)
+    assert isinstance(-Taught(TaughtParts(x)), Taught)
+    assert type(-split(x)) is Tensor
+    assert isinstance(Taught(TaughtParts(x)).clone(), Taught)
 
 
 # As a parameter.
@@ -237,11 +232,9 @@ def test_deepcopy_keeps_everything():
     assert module.a.main_grad.any()
 
 
-def test_deepcopy_of_what_has_a_history_is_refused_or_detached():
-    q = int8(torch.randn(3), requires_grad=True)
-    assert copy.deepcopy(q).requires_grad
-    frozen = nn.Parameter(int8(torch.randn(3)), requires_grad=False)
-    assert not copy.deepcopy(frozen).requires_grad
+def test_deepcopy_keeps_whether_it_is_trained():
+    assert copy.deepcopy(int8(torch.randn(3), requires_grad=True)).requires_grad
+    assert not copy.deepcopy(nn.Parameter(int8(torch.randn(3)), requires_grad=False)).requires_grad
 
 
 def test_pickle_keeps_everything():
@@ -318,7 +311,7 @@ def test_optimizers_update_the_decoded_value(optimizer, options):
         for p, m in zip(structured, mirror, strict=True):
             with torch.no_grad():
                 m.copy_(to_int8(m).decode())
-            assert torch.allclose(p.parts.decode(), m, atol=0.02 if options.get("foreach") is False else 1e-6)
+            assert torch.allclose(p.parts.decode(), m, atol=1e-6)
     for state in steps[0].state.values():
         assert all(type(t) is Tensor for t in state.values() if isinstance(t, Tensor))
 

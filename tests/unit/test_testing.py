@@ -89,7 +89,9 @@ def test_relative_error_and_sqnr():
 def test_within_error_holds_and_fails():
     x = torch.randn(64, 64)
     testing.assert_within_error(quantized(x), x, 0.03)
-    with pytest.raises(AssertionError, match=r"error 0\.02\d+ of float32\[64, 64\] is over the limit 0\.02"):
+    with pytest.raises(
+        AssertionError, match=r"error 0\.02\d+ of float32\[64, 64\] is over the limit 0\.02"
+    ):
         testing.assert_within_error(quantized(x), x, 0.02)
     with pytest.raises(AssertionError, match="error nan"):
         testing.assert_within_error(x * math.nan, x, 1e9)
@@ -119,7 +121,7 @@ def test_one_graph_fails():
 
 
 def scaled(x, factor=2, *more, offset=0.0):
-    return x * factor + len(more) + offset
+    return x * factor + sum(more) + offset
 
 
 def test_compiles_once_holds():
@@ -138,7 +140,7 @@ RECOMPILING = {
     "dtype": ((x,), (x.double(),), r"tensor 'x' dtype mismatch"),
     "requires_grad": ((x,), (x.clone().requires_grad_(),), r"tensor 'x' requires_grad mismatch"),
     "value": ((x, True), (x, False), r"factor"),
-    "variadic": ((x, 1, x), (x, 1, x.double()), r"tensor 'more\[0\]' dtype mismatch"),
+    "variadic": ((x, 1, x + 1), (x, 1, x.double()), r"tensor 'more\[0\]' dtype mismatch"),
     "number of arguments": ((x,), (x, 1), r"len\(args\) == 1"),
 }
 
@@ -150,8 +152,9 @@ def test_compiles_once_fails_and_names_the_argument(first, second, message):
 
 
 def test_compiles_once_names_arguments_of_modules():
-    with pytest.raises(AssertionError, match="Linear: call 3 recompiles because tensor 'input' size"):
-        sets = [(torch.randn(size, 8),) for size in (4, 4, 5)]
+    sets = [(torch.randn(size, 8),) for size in (4, 4, 5)]
+    message = "Linear: call 3 recompiles because tensor 'input' size"
+    with pytest.raises(AssertionError, match=message):
         testing.assert_compiles_once(Linear(8, 8), *sets)
 
 

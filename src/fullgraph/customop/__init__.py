@@ -13,7 +13,11 @@ from fullgraph.customop.tangent import (
 install_tangent_shim()
 
 from fullgraph.customop.check import cuda_graph_lint as cuda_graph_lint  # noqa: E402
-from fullgraph.customop.containers import Container as Container, decode as decode  # noqa: E402
+from fullgraph.customop.containers import (  # noqa: E402
+    Container as Container,
+    decode as decode,
+    to_container as to_container,
+)
 from fullgraph.customop.fields import Carry as Carry, Dyn as Dyn, Mut as Mut, Planned as Planned  # noqa: E402
 from fullgraph.customop.op import (  # noqa: E402
     FROM_TOKEN as FROM_TOKEN,

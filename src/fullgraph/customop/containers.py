@@ -19,8 +19,6 @@ from fullgraph.customop.structured import (
     StructuredTensor,
     device_of,
     flatten,
-    map_parts,
-    wrap,
 )
 
 
@@ -57,16 +55,16 @@ class Container:
     """A structured tensor taken apart, to leave a compiled region without the tangent shim.
 
     Args:
-        anchor: the differentiable stand-in, logical dtype and shape, one element of memory.
-        parts: the components and static fields.
+        anchor: the differentiable stand-in, plain, logical dtype and shape, one element of memory.
+        value: the structured tensor itself, cut off from autograd.
     """
 
     anchor: Tensor
-    parts: Any
+    value: StructuredTensor
 
     def unpack(self) -> StructuredTensor:
         """The structured tensor again; its gradient flows to the anchor."""
-        return _Unpack.apply(self.anchor, self.parts)
+        return _Unpack.apply(self.anchor, self.value)
 
     def decode(self) -> Tensor:
         """The logical tensor as a plain one, differentiable."""
@@ -74,9 +72,12 @@ class Container:
 
 
 def to_container(x: StructuredTensor) -> Container:
-    """Take a structured tensor apart; works inside a compiled region."""
+    """Take a structured tensor apart: the way out of a compiled region without the tangent shim.
+
+    A function, since Dynamo takes a method of a tensor made in the region for a torch op, which returns tensors only.
+    """
     anchor = torch.ops.fullgraph.anchor(x) if torch.compiler.is_compiling() else _Anchor.apply(x)
-    return Container(anchor, x.parts)
+    return Container(anchor, x.detach())
 
 
 class _Anchor(torch.autograd.Function):
@@ -91,8 +92,8 @@ class _Anchor(torch.autograd.Function):
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, parts: Any) -> StructuredTensor:
-        return wrap(map_parts(torch.detach, parts))
+    def forward(ctx: Any, anchor: Tensor, value: StructuredTensor) -> StructuredTensor:
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

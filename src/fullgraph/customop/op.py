@@ -604,13 +604,17 @@ def _make_function(op: CustomOp) -> type[torch.autograd.Function]:
     """The `autograd.Function` of an op: what the front's kernel and eager mode run."""
 
     def backward(ctx: Any, *gradients: Any) -> Any:
+        """Gradients of the tensor fields, without a history of their own."""
         plain = [_plain_gradient(g) for g in gradients]
         if isinstance(op._backward, StraightThrough):
             return (None, None, *[plain[0] if n in op._gradients else None for n in op._tensor_names])
         kept = [*ctx.saved_tensors, *ctx.state]
         return (None, None, *op.run_backward(ctx.call, ctx.dyn, kept, plain, ctx.needs_input_grad[2:]))
 
-    backward_once = once_differentiable(backward)
+    @once_differentiable
+    def backward_once(ctx: Any, witness: torch.Tensor, *gradients: Any) -> Any:
+        """The same, with a history that raises: torch makes one if any argument requires a gradient."""
+        return backward(ctx, *gradients)
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -625,8 +629,9 @@ def _make_function(op: CustomOp) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            # Only under create_graph=True: there a second derivative has to raise, not to be zero in silence.
-            return backward_once(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+            if torch.is_grad_enabled():  # create_graph=True: a second derivative must raise, not be zero in silence
+                return backward_once(ctx, torch.empty(0, requires_grad=True), *gradients)
+            return backward(ctx, *gradients)
 
     Function.__name__ = Function.__qualname__ = op.name.partition("::")[2]
     return Function

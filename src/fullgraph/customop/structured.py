@@ -255,18 +255,6 @@ class StructuredTensor(torch.Tensor):
 
         return decode(self)
 
-    def to_container(self) -> Any:
-        """This tensor as a plain Python container of tensors, differentiable.
-
-        The way to return a structured tensor from a compiled region without the tangent shim.
-
-        Returns:
-            A `Container`; its `unpack()` gives the structured tensor back.
-        """
-        from fullgraph.customop.containers import to_container
-
-        return to_container(self)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         statics = ", ".join(f"{n}={getattr(self, PREFIX + n)!r}" for n in self._table.statics)
         return f"{type(self).__name__}({tuple(self.shape)}, {statics})"

@@ -5,11 +5,11 @@ class. Two hooks bridge that:
 
 1. at trace time the output declares its tangent to be a `PlainGrad`, a wrapper around one plain tensor;
 2. at run time AOTAutograd asks the incoming plain gradient whether it can become one. `torch.Tensor` has no
-   answer, so `install_tangent_shim` gives it the three lines that wrap it. They answer None for every other class, which
-   keeps torch's own error.
+   answer, so `install_tangent_shim` gives it the three lines that wrap it. They answer None for every other class,
+   which keeps torch's own error.
 
 The second hook adds an attribute to `torch.Tensor`. Whoever forbids that calls `remove_tangent_shim()` and lets
-quantized results leave the region in a container instead: `StructuredTensor.to_container()`.
+structured results leave the region in a container instead: `to_container(output)`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def declare_tangent(output: torch.Tensor) -> PlainGrad:
             f"{type(output).__name__}: a differentiable structured tensor leaves the compiled region",
             why="its gradient is a plain tensor, which torch converts only with fullgraph's tangent shim, "
             "and the shim was removed",
-            do="return output.to_container(), or call customop.install_tangent_shim()",
+            do="return customop.to_container(output), or call customop.install_tangent_shim()",
         )
     return PlainGrad(torch.empty(output.shape, dtype=output.dtype, device=output.device))
 
@@ -112,13 +112,12 @@ def install_tangent_shim() -> None:
         raise CompileError(
             f"torch.Tensor.{_HOOK} is already defined",
             why="two libraries cannot both convert plain gradients for compiled regions",
-            do="call customop.remove_tangent_shim() is not enough here: remove the other definition, or return "
-            "structured tensors with to_container()",
+            do="remove the other definition, or return structured tensors with customop.to_container(output)",
         )
     setattr(torch.Tensor, _HOOK, _wrap_plain_gradient)
 
 
 def remove_tangent_shim() -> None:
-    """Take the hook off `torch.Tensor` again; structured outputs then need `to_container()`."""
+    """Take the hook off `torch.Tensor` again; structured outputs then need `to_container`."""
     if has_tangent_shim():
         delattr(torch.Tensor, _HOOK)

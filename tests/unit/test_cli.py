@@ -1,0 +1,347 @@
+"""The command line: options, refusals, and what each command reports, on models small enough for a unit test."""
+# ruff: noqa: E402 (most of this needs the extra)
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+for extra in ("typer", "rich", "matplotlib"):
+    pytest.importorskip(extra, reason="needs the extra cli")
+
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import fullgraph.cli
+from fullgraph.cli import app as app_module
+from fullgraph.cli import curves, doctor, text, train
+from fullgraph.cli.app import app
+from fullgraph.cli.gpt import GPT, GPTSize
+from fullgraph.cli.train import TrainOptions, learning_rate_factor
+from fullgraph.errors import ConfigError
+from fullgraph.nn import Linear
+
+TINY = GPTSize(num_layers=1, num_heads=2, features=16, context=16)
+
+KEYS = {
+    *("recipe", "device", "torch", "steps", "loss", "compare_loss", "num_linears"),
+    *("forward_nodes", "backward_nodes", "graph_breaks", "recompiles"),
+    *("cold_seconds", "step_seconds", "tokens_per_second", "versions", "final_loss"),
+    *("compare", "compare_step_seconds", "compare_final_loss", "relative_difference"),
+}
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """Options of a run that takes a second: a tiny model, no C++ compiler."""
+    monkeypatch.setattr(train, "cpp_compiler", lambda: None)
+    yield TrainOptions("fp8-current", compare="bf16", steps=8, out=tmp_path / "out", size=TINY)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_commands_and_options():
+    commands = get_command(app).commands
+    options = {
+        name: sorted(option for p in command.params for option in p.opts)
+        for name, command in commands.items()
+    }
+    common = ["--device", "--json", "--recipe"]
+    assert options == {
+        "train": sorted([*common, "--compare", "--data", "--out", "--seed", "--steps"]),
+        "explain": common,
+        "doctor": ["--json"],
+    }
+
+
+def test_version():
+    assert invoke("--version").output == f"{fullgraph.cli.app.__version__}\n"
+
+
+REFUSED = {
+    "recipe": (["--recipe", "fp9"], "unknown recipe 'fp9'\nWhy: the recipes are bf16, fp8-current"),
+    "compare": (["--compare", "fp9"], "unknown recipe 'fp9'"),
+    "steps": (["--steps", 0], "at least one step is needed, got 0"),
+    "device": (["--device", "cuda:77"], "cuda:77 is not there"),
+    "device name": (["--device", "abacus"], "unknown device 'abacus'\nDo: use one of cpu"),
+    "device that does not compute": (["--device", "meta"], "meta computes nothing"),
+    "missing": (["--data", "no/such"], "train: no such file or directory: no/such"),
+    "empty file": (["--data", "empty.txt"], "got 0 bytes from empty.txt"),
+    "short file": (["--data", "short.txt"], "longer than one sequence of 128 bytes, got 5 bytes"),
+    "empty directory": (["--data", "nothing"], "got 0 bytes from nothing"),
+    "out": (["--out", "short.txt/below"], "cannot write short.txt/below/loss.jsonl"),
+    "json": (["--json", "nothing"], "cannot write nothing"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_train_refuses(options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "nothing").mkdir()
+    result = invoke("train", "--recipe", "bf16", "--json", "result.json", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) <= 3
+    assert not list(tmp_path.rglob("*.json*"))
+
+
+def test_explain_refuses():
+    result = invoke("explain", "--recipe", "fp9")
+    assert result.exit_code == 2
+    assert "the recipes are bf16, fp8-current" in result.stderr
+
+
+@pytest.mark.parametrize("missing", fullgraph.cli.NEEDED)
+def test_the_extra_is_asked_for(missing, monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == missing else found(n))
+    with pytest.raises(SystemExit, match="2"):
+        fullgraph.cli.main()
+    assert f"the command line needs {missing}" in capsys.readouterr().err
+
+
+def test_both_modules_start_it():
+    for module in ("fullgraph", "fullgraph.cli"):
+        code = f"import sys, runpy; sys.argv = ['x', '--version']; runpy.run_module('{module}', run_name='__main__')"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (result.returncode, result.stdout) == (0, f"{app_module.__version__}\n")
+
+
+def test_a_run_and_what_it_leaves(tiny):
+    result = train.train(tiny)
+    assert result.keys() >= KEYS
+    assert json.loads(json.dumps(result)) == result
+    assert (result["recipe"], result["compare"], result["device"]) == ("fp8-current", "bf16", "cpu")
+    for prefix in ("", "compare_"):
+        assert len(result[f"{prefix}loss"]) == result["steps"] == 8
+        assert result[f"{prefix}num_linears"] == 5
+        assert result[f"{prefix}forward_nodes"] == result[f"{prefix}backward_nodes"] == 5
+        assert result[f"{prefix}graph_breaks"] == result[f"{prefix}recompiles"] == 0
+        assert result[f"{prefix}loss"][-1] < result[f"{prefix}loss"][0]
+        assert result[f"{prefix}tokens_per_second"] == pytest.approx(
+            train.BATCH_SIZE * TINY.context / result[f"{prefix}step_seconds"]
+        )
+    assert result["gemms"] == ["emulated"]
+    assert result["compare_gemms"] == ["high precision"]
+    # ln 256 is the loss of knowing nothing; the same start, but not the same arithmetic
+    assert result["loss"][0] == pytest.approx(5.545, abs=0.05)
+    assert 0 < abs(result["loss"][0] - result["compare_loss"][0]) < 0.01
+    expected = result["final_loss"] / result["compare_final_loss"] - 1
+    assert result["relative_difference"] == pytest.approx(expected)
+
+    lines = [json.loads(line) for line in (tiny.out / "loss.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["loss"] for line in lines] == result["loss"]
+    assert [line["compare_loss"] for line in lines] == result["compare_loss"]
+    assert (tiny.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_seeds(tiny):
+    alone = dataclasses.replace(tiny, compare=None, steps=3)
+    first = train.train(alone)["loss"]
+    assert train.train(alone)["loss"] == pytest.approx(first, rel=1e-6)
+    assert train.train(dataclasses.replace(alone, seed=1))["loss"][0] != first[0]
+
+
+def test_one_recipe_alone(tiny):
+    result = train.train(dataclasses.replace(tiny, compare=None, steps=1))
+    assert result["compare"] is None
+    assert not [key for key in result if key.startswith("compare_")]
+    assert (result["step_seconds"], result["tokens_per_second"]) == (None, None)
+    assert len(train.summary(result).columns) == 2
+
+
+@pytest.mark.parametrize("steps_done", [0, 2])
+def test_an_interruption_leaves_everything_complete(tiny, monkeypatch, steps_done):
+    step = train.Trainee.step
+
+    def interrupted(self, *batch):
+        if self.name == "bf16" and len(self.losses) == steps_done:
+            raise KeyboardInterrupt
+        step(self, *batch)
+
+    monkeypatch.setattr(train.Trainee, "step", interrupted)
+    result = train.train(tiny)
+    assert result["interrupted"]
+    assert result["steps"] == len(result["loss"]) == len(result["compare_loss"]) == steps_done
+    assert result["requested_steps"] == 8
+    assert len((tiny.out / "loss.jsonl").read_text().splitlines()) == steps_done
+    assert (tiny.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (result["final_loss"] is None) == (steps_done == 0)
+    assert train.summary(result).row_count == 9
+
+
+def test_train_exits_with_130_when_interrupted(tiny, monkeypatch):
+    monkeypatch.setattr(train, "_run", lambda *_: True)
+    result = invoke("train", "--recipe", "bf16", "--out", tiny.out, "--json", tiny.out / "a.json")
+    assert result.exit_code == 130
+    assert "interrupted after 0 of 200 steps" in result.output
+    assert json.loads((tiny.out / "a.json").read_text())["interrupted"]
+
+
+def test_the_command_prints_a_table_and_says_what_compiles(tiny, monkeypatch):
+    monkeypatch.setattr(train, "TrainOptions", lambda *args: dataclasses.replace(tiny, steps=2))
+    result = invoke("train", "--recipe", "fp8-current", "--json", tiny.out / "deep" / "r.json")
+    assert result.exit_code == 0
+    assert "There is no C++ compiler" in result.output
+    assert "step 2/2: fp8-current loss" in result.output
+    assert "forward / backward nodes" in result.output
+    assert "Final loss: fp8-current" in result.output
+    assert "Emulated:" in result.output
+    assert json.loads((tiny.out / "deep" / "r.json").read_text())["steps"] == 2
+
+
+def test_learning_rate():
+    factors = [learning_rate_factor(step, 100) for step in range(101)]
+    assert factors[0] == pytest.approx(1 / 30)
+    assert max(factors) == factors[29] == 1
+    assert factors[100] == pytest.approx(0.1)
+    assert all(a >= b for a, b in itertools.pairwise(factors[30:]))
+    assert learning_rate_factor(0, 1) == 1
+
+
+def test_every_linear_of_the_gpt_is_ours():
+    model = GPT(TINY, train.get("bf16"))
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert len(linears) == 5
+    assert {type(m) for m in linears} == {Linear}
+
+
+def test_the_gpt_does_not_see_the_future():
+    model = GPT(TINY, train.get("bf16"))
+    x = torch.randint(256, (2, 16))
+    changed = x.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 256
+    logits = []
+    model.head.register_forward_hook(lambda module, args, output: logits.append(output))
+    for tokens in (x, changed):
+        model(tokens, tokens)
+    assert torch.equal(logits[0][:, :-1], logits[1][:, :-1])
+    assert not torch.equal(logits[0][:, -1], logits[1][:, -1])
+
+
+def test_text_of_a_directory(tmp_path):
+    (tmp_path / "b.txt").write_bytes(b"b" * 30)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "a.txt").write_bytes(b"a" * 30)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe" * 30)
+    (tmp_path / ".hidden").write_bytes(b"h" * 30)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_bytes(b"h" * 30)
+    assert bytes(text.read_text(tmp_path, 16).tolist()) == b"a" * 30 + b"b" * 30
+    assert len(text.read_text(tmp_path / "binary", 16)) == 60
+
+
+def test_the_default_text_is_the_standard_library():
+    found = text.read_text(None, 128)
+    assert found.dtype == torch.uint8
+    assert len(found) > 10**6
+    assert b"import" in bytes(found[:10000].tolist())
+
+
+def test_no_more_text_than_fits(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "LONGEST", 50)
+    for name in "ab":
+        (tmp_path / name).write_text(name * 40)
+    assert bytes(text.read_text(tmp_path, 16).tolist()) == b"a" * 40 + b"b" * 10
+
+
+def test_unreadable_text(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("a")
+
+    def refused(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(text.Path, "open", refused)
+    with pytest.raises(ConfigError, match=r"cannot read .*a: Permission denied"):
+        text.read_text(tmp_path / "a", 16)
+
+
+def test_batches():
+    source = torch.arange(200, dtype=torch.uint8)
+    draw = text.Batches(source, 4, 16, torch.device("cpu"), seed=3).draw
+    x, y = draw()
+    assert x.shape == y.shape == (4, 16)
+    assert x.dtype == torch.int64
+    assert torch.equal(y, x + 1)
+    again = text.Batches(source, 4, 16, torch.device("cpu"), seed=3)
+    assert torch.equal(again.draw()[0], x)
+    assert again.tokens == 64
+    # a text with room for one sequence and its last byte
+    only = text.Batches(source[:17], 4, 16, torch.device("cpu"), seed=0).draw()
+    assert torch.equal(only[1], torch.arange(1, 17).expand(4, 16))
+
+
+def test_smoothed():
+    assert curves.smoothed([4.0, 2.0, 0.0], window=2) == [4.0, 3.0, 1.0]
+    assert curves.smoothed([]) == []
+
+
+def test_explain_reports_the_gpt(tmp_path):
+    result = invoke("explain", "--recipe", "fp8-current", "--json", tmp_path / "report.json")
+    assert result.exit_code == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["num_linears"] == report["forward_nodes"] == report["backward_nodes"] == 5
+    assert (report["graph_breaks"], report["recompiles"], report["num_graphs"]) == (0, 0, 1)
+    assert {route for node in report["nodes"] for route in node["gemms"].values()} == {"emulated"}
+    assert "blocks.0.qkv" in result.output
+
+
+def test_doctor_reports_this_machine(tmp_path):
+    result = invoke("doctor", "--json", tmp_path / "doctor.json")
+    found = json.loads((tmp_path / "doctor.json").read_text())
+    assert result.exit_code == int(any(problem["blocks"] for problem in found["problems"]))
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["tangent_shim"] is True
+    cpu = found["devices"][0]
+    assert cpu["device"] == "cpu"
+    assert cpu["casts"] == "reference"
+    assert cpu["recipes"] == {"bf16": "high precision", "fp8-current": "emulated"}
+
+
+SICK = {
+    "no compiler": ("cpp_compiler", lambda: None, 1, "no C++ compiler"),
+    "no shim": ("has_tangent_shim", lambda: False, 0, "the tangent shim is off"),
+    "old torch": (
+        "torch",
+        type("torch", (), {"__version__": "2.4.1"}),
+        1,
+        "torch 2.4.1 is not one",
+    ),
+    "new torch": (
+        "torch",
+        type("torch", (), {"__version__": "2.99.0"}),
+        0,
+        "torch 2.99.0 is not one",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "code", "message"), SICK.values(), ids=SICK)
+def test_doctor_finds_problems(name, value, code, message, monkeypatch):
+    monkeypatch.setattr(doctor, "present_devices", list)
+    monkeypatch.setattr(doctor, "cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(doctor, name, value)
+    result = invoke("doctor")
+    assert result.exit_code == code
+    assert message in result.output
+    assert "Do: " in result.output
+
+
+def test_doctor_wants_triton_beside_a_gpu():
+    versions = {"torch": "2.13.0+cu130", "triton": None}
+    (problem,) = doctor._problems(versions, "g++", has_gpu=True)
+    assert "no Triton" in problem.what
+    assert problem.blocks
+    assert doctor._problems(versions, "g++", has_gpu=False) == []
