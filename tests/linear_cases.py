@@ -7,14 +7,14 @@ import dataclasses
 import itertools
 
 import numpy as np
-import oracles
 import torch
 from functorch.compile import make_boxed_func
-from oracles import assert_same_bits, relative_error
 from torch._dynamo.backends.common import aot_autograd
 
 import fullgraph as fg
+import oracles
 from fullgraph.ops.linear import linear_op
+from oracles import assert_same_bits, relative_error
 
 K, N = 48, 32
 E4M3 = fg.PerTensorQuantizer(fg.Format.E4M3)
@@ -151,7 +151,9 @@ class GraphRecorder:
     def linear_nodes(self):
         """Forward and backward nodes of the linear op, over all graphs."""
         targets = [node.target for graph in self.graphs for node in graph.graph.nodes]
-        return tuple(sum(t in ops for t in targets) for ops in (linear_op.fwd_ops, linear_op.bwd_ops))
+        return tuple(
+            sum(t in ops for t in targets) for ops in (linear_op.fwd_ops, linear_op.bwd_ops)
+        )
 
 
 # The error budget, measured with normal values: a GEMM of two E4M3 operands has 3.72 %, one of E5M2 by E4M3 5.90 %,
@@ -235,9 +237,14 @@ def oracle_cast(x, quantizer):
     name = quantizer.format.name
     x = x.detach().cpu()
     codes, scale_inv = oracles.cast_per_tensor(
-        x, x.abs().max().float().item() if x.numel() else 0.0, name, power_of_two=quantizer.power_of_two
+        x,
+        x.abs().max().float().item() if x.numel() else 0.0,
+        name,
+        power_of_two=quantizer.power_of_two,
     )
-    table = [oracles.decode_code(name, code & 0x7F) * (-1 if code & 0x80 else 1) for code in range(256)]
+    table = [
+        oracles.decode_code(name, code & 0x7F) * (-1 if code & 0x80 else 1) for code in range(256)
+    ]
     return torch.from_numpy(np.array(table)[codes]) * float(scale_inv)
 
 

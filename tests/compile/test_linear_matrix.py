@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+
 from linear_cases import (
     MATRIX,
     PAIRWISE,
@@ -13,7 +15,6 @@ from linear_cases import (
     batch,
     run,
 )
-from torch._dynamo.utils import counters
 
 # Dynamo looks for the gradient of a quantized input that is no leaf; hidden from users, an error here.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -84,7 +85,9 @@ def inductor_equals_eager(case, dynamic):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize(("case", "dynamic"), [(c, i % 2 == 0) for i, c in enumerate(PAIRWISE)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dynamic"), [(c, i % 2 == 0) for i, c in enumerate(PAIRWISE)], ids=str
+)
 def test_inductor_equals_eager(case, dynamic):
     inductor_equals_eager(case, dynamic)
 

@@ -1,4 +1,4 @@
-"""A second process starts warm: both of torch's caches hit, for train and for eval, until the package's version changes."""
+"""A second process starts warm: torch's caches hit, for train and eval, until the package's version changes."""
 
 import json
 import os

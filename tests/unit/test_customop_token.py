@@ -2,6 +2,9 @@
 
 import dataclasses
 import enum
+import functools
+import importlib
+import linecache
 import math
 import sys
 import types
@@ -13,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from fullgraph.customop.token import Encoded, Group, encode, find_type, parse, remember
+from fullgraph.customop.token import Encoded, Group, encode, find_type, parse, remember, source_digest
 from fullgraph.errors import CompileError, ConfigError
 
 
@@ -244,6 +247,23 @@ def test_a_type_defined_anew_replaces_the_old_one(monkeypatch):
     assert ops.tagged(ops.TaggedForward(torch.ones(1), second, size=0)).item() == 300
     with pytest.raises(ConfigError, match="two types are called notebook.Level.*(?s:.)*make its values anew"):
         ops.tagged(ops.TaggedForward(torch.ones(1), first, size=0))
+
+
+def test_the_digest_changes_with_the_source(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = []
+    for text in ("def plan(): return 1", "def plan(): return 2", "def plan(): return 2"):
+        (tmp_path / "edited.py").write_text(text)
+        monkeypatch.delitem(sys.modules, "edited", raising=False)
+        linecache.clearcache()
+        digests.append(source_digest(importlib.import_module("edited").plan))
+    assert digests[0] != digests[1] == digests[2]
+
+
+def test_the_digest_does_without_source():
+    namespace = {"__name__": "nowhere"}
+    exec("def plan(): return 1", namespace)
+    assert len(source_digest(namespace["plan"], functools.partial(print))) == 8
 
 
 def test_names_lead_to_nested_types():

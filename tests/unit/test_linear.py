@@ -6,6 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
+
+import fullgraph as fg
+from fullgraph import gemm, reference
+from fullgraph.errors import ConfigError, ShapeError
+from fullgraph.recipes import Recipe, Role
 from linear_cases import (
     E4M3,
     E5M2,
@@ -18,21 +24,15 @@ from linear_cases import (
     batch,
     gradients,
     oracle_linear,
-    plain,
     step,
     tensors,
 )
 from oracles import assert_same_bits, relative_error
-from torch import nn
-
-import fullgraph as fg
-from fullgraph import gemm, reference
-from fullgraph.errors import ConfigError, ShapeError
-from fullgraph.recipes import Recipe, Role
 
 FP8 = Case("fp8-current")
 ALL_RECIPES = list(fg.recipes.BY_NAME)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
 
 @dataclasses.dataclass(frozen=True)
 class PerRole(Recipe):
@@ -182,8 +182,10 @@ def test_strides_do_not_matter(view, grad_view, recipe, quantized_output):
     function = case.function(layer)
     x, grad_output = VIEWS[view](K), VIEWS[grad_view](N)
     if x.dim() == 3:
-        grad_output = grad_output.view(*x.shape[:-1], N) if grad_view == "misaligned" else (
-            grad_output[:1, :1].expand(*x.shape[:-1], N)
+        grad_output = (
+            grad_output.view(*x.shape[:-1], N)
+            if grad_view == "misaligned"
+            else (grad_output[:1, :1].expand(*x.shape[:-1], N))
         )
     got = step(layer, x, grad_output, function)
     expected = step(layer, x.contiguous().clone(), grad_output.contiguous().clone(), function)
@@ -331,7 +333,8 @@ def work(monkeypatch):
 
 def matrix_products(function):
     """Every matrix product that runs in a function, low precision or not."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         function()
     names = Counter(event.name for event in profile.events())
     return names["aten::mm"] + names["aten::addmm"]
@@ -509,7 +512,11 @@ def test_weight_tied_with_an_embedding():
 
 def test_stale_parameters_are_noticed():
     """As in nn.Linear: a weight that is changed before backward has read it is an error, quantized or not."""
-    for case in (Case("bf16"), Case("bf16", quantized_weight=True), Case("fp8-current", quantized_weight=True)):
+    for case in (
+        Case("bf16"),
+        Case("bf16", quantized_weight=True),
+        Case("fp8-current", quantized_weight=True),
+    ):
         layer = case.layer()
         output = layer(batch(3)[0].requires_grad_())
         with torch.no_grad():
@@ -576,7 +583,9 @@ def test_tensors_on_different_devices():
 
 
 def test_wrong_recipes():
-    with pytest.raises(ConfigError, match=r"unknown recipe 'fp9'\nWhy: the recipes are bf16, fp8-current"):
+    with pytest.raises(
+        ConfigError, match=r"unknown recipe 'fp9'\nWhy: the recipes are bf16, fp8-current"
+    ):
         fg.Linear(K, N, recipe="fp9")
     with pytest.raises(ConfigError, match="a recipe is needed, got 8"):
         fg.Linear(K, N, recipe=8)

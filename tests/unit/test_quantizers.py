@@ -1,22 +1,22 @@
-"""`fg.quantize` and the per-tensor quantizer: scales of odd amaxes, padding, specs, a quantizer of one's own, errors."""
+"""`fg.quantize` and the per-tensor quantizer: scales of odd amaxes, padding, specs, one's own quantizer, errors."""
 
 import dataclasses
 import math
 
 import numpy as np
-import oracles
 import pytest
 import torch
-from linear_cases import E4M3, E5M2, batch, step, tensors
-from oracles import assert_same_bits
 from torch._dynamo.utils import counters
 
 import fullgraph as fg
+import oracles
 from fullgraph import reference
 from fullgraph.customop.structured import flatten, to_spec
 from fullgraph.errors import ConfigError, ShapeError
 from fullgraph.quantizers import PerTensorQuantizer
 from fullgraph.tensor import QuantizedParts
+from linear_cases import E4M3, E5M2, batch, step, tensors
+from oracles import assert_same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ORIENTATIONS = list(fg.Orientation)
@@ -155,7 +155,9 @@ def test_a_quantized_input_is_decoded_first():
     q = fg.quantize(torch.randn(6, 16), E4M3)
     again = fg.quantize(q, E5M2)
     assert again.quantizer == E5M2
-    assert_same_bits(again.data.view(torch.uint8), fg.quantize(q.dequantize(), E5M2).data.view(torch.uint8))
+    assert_same_bits(
+        again.data.view(torch.uint8), fg.quantize(q.dequantize(), E5M2).data.view(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("orientation", ORIENTATIONS, **by_name)
@@ -233,7 +235,10 @@ def test_a_quantizer_of_ones_own():
     assert q.quantizer == quantizer
     assert q.scale_inv.item() == pytest.approx(8 * x.abs().max().item() / 448)
     compiled = torch.compile(
-        lambda x: fg.quantize(x, quantizer, fg.BOTH), backend="aot_eager", fullgraph=True, dynamic=True
+        lambda x: fg.quantize(x, quantizer, fg.BOTH),
+        backend="aot_eager",
+        fullgraph=True,
+        dynamic=True,
     )
     for ours, theirs in zip(flatten(compiled(x)), flatten(q), strict=True):
         assert_same_bits(ours, theirs)
@@ -269,14 +274,18 @@ def test_a_recipe_of_ones_own(where):
 # Errors.
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.int32, torch.bool, torch.float8_e4m3fn], ids=str
+)
 def test_dtypes_that_cannot_be_quantized(dtype):
     with pytest.raises(ConfigError, match=r"must be float32, bfloat16 or float16, got \w+\[2, 3\]"):
         fg.quantize(torch.zeros(2, 3).to(dtype), E4M3)
 
 
 def test_a_scalar_cannot_be_quantized():
-    with pytest.raises(ShapeError, match=r"at least one dimension, got a scalar[^$]*Do: use x.reshape\(1\)"):
+    with pytest.raises(
+        ShapeError, match=r"at least one dimension, got a scalar[^$]*Do: use x.reshape\(1\)"
+    ):
         fg.quantize(torch.tensor(1.0), E4M3)
 
 

@@ -7,15 +7,15 @@ import pickle
 import weakref
 
 import numpy as np
-import oracles
 import pytest
 import torch
-from linear_cases import E4M3, E5M2, Case, K, N, batch, oracle_cast, tensors
-from oracles import assert_same_bits
 from torch import nn
 
 import fullgraph as fg
+import oracles
 from fullgraph.errors import ConfigError
+from linear_cases import E4M3, E5M2, Case, K, N, batch, oracle_cast, tensors
+from oracles import assert_same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ORIENTATIONS = list(fg.Orientation)
@@ -335,7 +335,10 @@ def test_a_quantized_weight_is_a_parameter():
     torch.manual_seed(1)
     layer = layer_of()
     torch.manual_seed(1)
-    assert_same_parts(layer.weight.detach(), fg.quantize(nn.Linear(K, N, dtype=torch.bfloat16).weight.detach(), E4M3, fg.BOTH))
+    assert_same_parts(
+        layer.weight.detach(),
+        fg.quantize(nn.Linear(K, N, dtype=torch.bfloat16).weight.detach(), E4M3, fg.BOTH),
+    )
 
 
 def test_a_weight_has_the_quantizer_of_its_recipe():
@@ -496,7 +499,9 @@ def test_moving_average_of_weights():
     before = addresses(average.weight)
     with torch.no_grad():
         average.weight.lerp_(other.weight, 0.25)
-    expected = torch.lerp(layer.weight.detach().dequantize(), other.weight.detach().dequantize(), 0.25)
+    expected = torch.lerp(
+        layer.weight.detach().dequantize(), other.weight.detach().dequantize(), 0.25
+    )
     assert addresses(average.weight) == before
     assert_same_parts(average.weight.detach(), requantized(expected, layer.weight))
 

@@ -14,14 +14,19 @@ class Log:
 
     Args:
         path: the file, overwritten.
+
+    Attributes:
+        num_records: lines written.
     """
 
     def __init__(self, path: Path) -> None:
+        self.num_records = 0
         self._stream = path.open("w", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
         self._stream.write(json.dumps(record) + "\n")
+        self.num_records += 1
         self._stream.flush()
 
     def __enter__(self) -> Log:

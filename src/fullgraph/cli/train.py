@@ -6,13 +6,14 @@ losses and times are taken under the same conditions, and an interrupted run is 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import platform
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +175,10 @@ def train(options: TrainOptions) -> dict[str, Any]:
         for name, recipe in zip(names, recipes, strict=True)
     ]
     batches = Batches(text, BATCH_SIZE, options.size.context, device, options.seed)
-    with Log(log_path) as log:
+    with Log(log_path) as log, _one_thread():
         interrupted = _run(options.steps, trainees, batches, log)
-    done = min(len(trainee.losses) for trainee in trainees)
-    for trainee in trainees:  # an interruption may come between two of them
+    done = log.num_records
+    for trainee in trainees:  # an interruption may come before a step is logged
         del trainee.losses[done:], trainee.seconds[done:]
     draw(curve_path, {trainee.name: trainee.losses for trainee in trainees})
     return {
@@ -206,13 +207,14 @@ def train(options: TrainOptions) -> dict[str, Any]:
 def _measurements(trainees: list[Trainee], tokens: int) -> dict[str, Any]:
     """Of the first model under plain keys, of the second under the same ones after "compare_"."""
     first, *others = [trainee.measurements(tokens) for trainee in trainees]
-    for second in others:
-        difference = None
-        if first["final_loss"] is not None:
-            difference = first["final_loss"] / second["final_loss"] - 1
-        compared = {f"compare_{key}": value for key, value in second.items()}
-        return {**first, **compared, "relative_difference": difference}
-    return first
+    if not others:
+        return {**first, "compare_loss": []}
+    second = others[0]
+    difference = None
+    if first["final_loss"] is not None:
+        difference = first["final_loss"] / second["final_loss"] - 1
+    compared = {f"compare_{key}": value for key, value in second.items()}
+    return {**first, **compared, "relative_difference": difference}
 
 
 def _choose_compiler(device: torch.device) -> str:
@@ -225,6 +227,20 @@ def _choose_compiler(device: torch.device) -> str:
     return "inductor"
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute with one CPU thread: the model is small, and threads that share cores with others wait for each other.
+
+    On two cores two threads take 0.6 of the time if the cores are idle, and five times as long if they are busy.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _run(steps: int, trainees: list[Trainee], batches: Batches, log: Log) -> bool:
     """Train all models step by step; whether Ctrl-C ended it early."""
     try:
@@ -234,14 +250,11 @@ def _run(steps: int, trainees: list[Trainee], batches: Batches, log: Log) -> boo
                 for trainee in trainees:
                     display.start(step, trainee)
                     trainee.step(*batch)
-                losses = [trainee.losses[-1] for trainee in trainees]
-                seconds = [trainee.seconds[-1] for trainee in trainees]
-                keys = ("", "compare_")
-                log.write(
-                    {"step": step}
-                    | {f"{key}loss": loss for key, loss in zip(keys, losses, strict=False)}
-                    | {f"{key}seconds": time for key, time in zip(keys, seconds, strict=False)}
-                )
+                record: dict[str, Any] = {"step": step}
+                for prefix, trainee in zip(("", "compare_"), trainees, strict=False):
+                    record[f"{prefix}loss"] = trainee.losses[-1]
+                    record[f"{prefix}seconds"] = trainee.seconds[-1]
+                log.write(record)
                 display.finish(step, trainees)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows completes what was begun
@@ -255,11 +268,10 @@ class _Display:
     def __init__(self, steps: int, tokens: int) -> None:
         self.steps, self.tokens = steps, tokens
         self.every = max(1, steps // LINES_WITHOUT_TERMINAL)
-        columns = ("[progress.description]{task.description}", "{task.completed}/{task.total}")
         self.progress = Progress(
-            TextColumn(columns[0]),
+            TextColumn("[progress.description]{task.description}"),
             BarColumn(),
-            TextColumn(columns[1]),
+            TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[facts]}"),
             TimeElapsedColumn(),
             console=console,

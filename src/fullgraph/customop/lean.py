@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fullgraph.customop import verify
-from fullgraph.customop.fields import FieldKind, FieldTable
+from fullgraph.customop.fields import NEEDS, FieldKind, FieldTable
 from fullgraph.customop.plan import Pass, Plan, TensorSpec
 from fullgraph.customop.structured import code_of, flatten, is_parts
 from fullgraph.customop.token import CACHES, Construct, Slot, TensorSlot, encode, parse
@@ -55,6 +55,14 @@ def bind(table: FieldTable, meta: str) -> Callable[[Sequence[Any], Sequence[Any]
         from the token.
     """
     values = parse(meta)
+    known = {f.name for f in table.fields if f.kind is not FieldKind.CARRY} - {NEEDS}
+    given = values.keys() - {"salt", NEEDS}
+    if known != given:
+        raise CompileError(
+            f"{table.cls.__name__} has the fields {sorted(known)}, a compiled graph calls it with {sorted(given)}",
+            why="the graph comes from a compile cache and belongs to another version of the op",
+            do="change define(version=...), or clear the cache",
+        )
     constants: dict[str, Any] = dict.fromkeys(table.names(FieldKind.CARRY))
     constants |= {name: values[name] for name in table.names(FieldKind.VALUE, FieldKind.PLANNED)}
     plain: list[tuple[str, int]] = []
@@ -216,13 +224,16 @@ class LeanOp:
                 return lambda tensors, mutated, meta: fix(run(tensors, meta, (), mutated))
             if self._has_dyn:
                 return lambda tensors, dyn, meta: fix(run(tensors, meta, tuple(dyn)))
-            return run if arity is None else lambda tensors, meta: fix(run(tensors, meta))
+            return run if arity is None else lambda tensors, meta: run(tensors, meta)[0]
 
         namespace, _, base = self.name.partition("::")
         name = f"{base}.{overload}" if overload else base
         arguments = "Tensor[] tensors" + ", Tensor(a!)[] mutated" * mutates + ", SymInt[] dyn" * self._has_dyn
         library.define(f"{name}({arguments}, str meta) -> {returns}", tags=TAGS)
-        library.impl(name, real := kernel(self._real), "CompositeExplicitAutograd")
+        real = kernel(self._real if mutates or self._has_dyn else self._make_pure())
+        library.impl(name, real, "CompositeExplicitAutograd")
+        # Always called where autograd does not record: spare it torch's fallback, which would look into that.
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"{namespace}::{name}", kernel(self._fake), lib=library)
         made = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
         KERNELS[made] = real
@@ -235,16 +246,30 @@ class LeanOp:
         dyn: tuple[int, ...] = (),
         mutated: Sequence[torch.Tensor] = (),
     ) -> Sequence[torch.Tensor]:
-        flat = [*tensors, *mutated] if mutated else tensors
+        flat = [*tensors, *mutated]
         key = (meta, flat[0].get_device(), *map(_shape_of, flat), *dyn)
-        plan, arguments, flatten_results = self._prepared.get(key) or self._prepare(key, flat, meta, dyn)
+        plan, arguments, collect = self._prepared.get(key) or self._prepare(key, flat, meta, dyn)
         results = self._execute(plan, arguments(flat, dyn))
         if verify.state.on:
             verify.results_match(self.name, plan, results, flat)
         for tensor in mutated:
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
-        return flatten_results(results)
+        return collect(results)
+
+    def _make_pure(self) -> Callable[[Sequence[torch.Tensor], str], Sequence[torch.Tensor]]:
+        """`_real` for the op that most are, without `Mut` and `Dyn`: the same, written for speed."""
+        prepared, prepare, execute, state = self._prepared, self._prepare, self._execute, verify.state
+
+        def pure(tensors: Sequence[torch.Tensor], meta: str) -> Sequence[torch.Tensor]:
+            key = (meta, tensors[0].get_device(), *map(_shape_of, tensors))
+            plan, arguments, collect = prepared.get(key) or prepare(key, tensors, meta, ())
+            results = execute(plan, arguments(tensors, ()))
+            if state.on:
+                verify.results_match(self.name, plan, results, tensors)
+            return collect(results)
+
+        return pure
 
     def _prepare(
         self, key: Any, flat: Sequence[torch.Tensor], meta: str, dyn: tuple[int, ...]

@@ -37,7 +37,7 @@ from fullgraph.customop.structured import (
     wrap,
 )
 from fullgraph.customop.tangent import plain_gradient
-from fullgraph.customop.token import CACHES, encode, parse, remember
+from fullgraph.customop.token import CACHES, encode, parse, remember, source_digest
 from fullgraph.errors import CompileError, ConfigError
 
 _LIBRARIES: dict[str, torch.library.Library] = {}
@@ -119,7 +119,9 @@ class CustomOp:
         self.name = name
         self._forward, self._backward = forward, backward
         self._gradients, self._outputs = gradients, outputs
-        self._salt = f"salt={f'{__version__}/{version}'!r}"
+        passes = [p for p in (forward, backward) if isinstance(p, Pass)]
+        digest = source_digest(define, LeanOp, encode, *[x for p in passes for x in (p.arguments, p.plan)])
+        self._salt = f"salt={f'{__version__}/{version}/{digest}'!r}"
         self._table = read_fields(forward.arguments)
         self._backward_table = read_fields(backward.arguments) if isinstance(backward, Pass) else None
         _check_definition(name, self._table, self._backward_table, gradients, outputs)
@@ -739,8 +741,8 @@ def define(
             `STRAIGHT_THROUGH` if the gradient passes unchanged; None if nothing is differentiable.
         gradients: the forward fields that can have a gradient.
         outputs: names of the outputs.
-        version: part of every token. Change it whenever plan or execute change what they return, so that compiled
-            graphs of an older version are not taken from a cache.
+        version: part of every token, like the version of this package and the source of the modules of both plans.
+            Change it whenever a plan changes by other means, so that no older graph is taken from a compile cache.
 
     Returns:
         The op.

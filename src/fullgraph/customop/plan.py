@@ -41,6 +41,10 @@ class TensorSpec:
         """The same dtype and device in another shape."""
         return dataclasses.replace(self, shape=shape)
 
+    def with_dtype(self, dtype: torch.dtype) -> TensorSpec:
+        """The same shape and device in another dtype."""
+        return dataclasses.replace(self, dtype=dtype)
+
     def empty(self) -> torch.Tensor:
         """An uninitialised tensor of this spec."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)

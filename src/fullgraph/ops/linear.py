@@ -141,8 +141,8 @@ def plan_forward(a: Any) -> Plan:
 def _without_autocast(execute: Callable[[Plan, Any], Any]) -> Callable[[Plan, Any], Any]:
     """Run the GEMMs in the dtypes that they are written in.
 
-    In eager mode `torch.autocast` is still on inside an op, and would round sums of codes to its own dtype; in a compiled
-    graph it is not.
+    In eager mode `torch.autocast` is still on inside an op, and would round sums of codes to its own dtype; in a
+    compiled graph it is not.
     """
 
     @functools.wraps(execute)
