@@ -49,11 +49,11 @@ class Backward:
     needs: tuple[str, ...] = ()
 
 
-def execute(plan: Plan | None, a: Forward) -> dict[str, Tensor]:
+def execute(plan: Plan, a: Forward) -> dict[str, Tensor]:
     return {"output": torch.empty_like(a.x)}
 
 
-def execute_backward(plan: Plan | None, a: Backward) -> dict[str, Tensor]:
+def execute_backward(plan: Plan, a: Backward) -> dict[str, Tensor]:
     return {"x": torch.empty_like(a.grad_output)}
 
 
@@ -120,7 +120,12 @@ def aten_mm() -> Callable[[Tensor], Tensor]:
     return lambda x: torch.mm(x, weight)
 
 
-VARIANTS = {"fullgraph.customop": ours, "fixed slots": fixed_slots, "custom_op": custom_op, "aten.mm": aten_mm}
+VARIANTS = {
+    "fullgraph.customop": ours,
+    "fixed slots": fixed_slots,
+    "custom_op": custom_op,
+    "aten.mm": aten_mm,
+}
 
 
 def compiled_chain(function: Callable[[Tensor], Tensor], length: int) -> Callable[[Tensor], Tensor]:
@@ -204,15 +209,14 @@ def eager_us(rounds: int) -> dict[str, dict[str, float]]:
         calls[name, "inference"] = without_gradient(function)
         calls[name, "forward"] = forward_only(function)
         calls[name, "pair"] = forward_and_backward(function)
-    x = torch.randn(4, 4)
-    calls["direct"] = without_gradient(lambda x: execute(None, Forward(x))["output"])
-    calls["direct backward"] = without_gradient(lambda x: execute_backward(None, Backward(x, 0.5))["x"])
+    x, plan = torch.randn(4, 4), Plan({})
+    calls["direct", "inference"] = without_gradient(lambda x: execute(plan, Forward(x)))
+    calls["direct", "forward"] = lambda: execute(plan, Forward(x))
+    calls["direct", "backward"] = lambda: execute_backward(plan, Backward(x, 0.5))
     times = least_us(calls, rounds)
-    direct = {"inference": times["direct"], "forward": times["direct"]}
-    direct["pair"] = times["direct"] + times["direct backward"]
-    return {
-        name: {kind: times[name, kind] - direct[kind] for kind in direct} for name in VARIANTS
-    }
+    direct = {kind: times["direct", kind] for kind in ("inference", "forward")}
+    direct["pair"] = times["direct", "forward"] + times["direct", "backward"]
+    return {name: {kind: times[name, kind] - direct[kind] for kind in direct} for name in VARIANTS}
 
 
 _made: dict[str, Callable[[Tensor], Tensor]] = {}

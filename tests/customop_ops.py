@@ -52,7 +52,9 @@ def to_int8(x):
 def int8_spec(spec):
     """What `to_int8` makes of a tensor of this spec."""
     return Int8Parts(
-        TensorSpec(tuple(spec.shape), torch.uint8, spec.device), TensorSpec((), torch.float32, spec.device), spec.dtype
+        TensorSpec(tuple(spec.shape), torch.uint8, spec.device),
+        TensorSpec((), torch.float32, spec.device),
+        spec.dtype,
     )
 
 
@@ -116,7 +118,11 @@ def plan_linear(a):
                 saved_inputs[name] = name
             else:
                 saved[name] = int8_spec(tensor)
-    return Plan({"output": int8_spec(output) if a.numerics.structured_output else output}, saved, saved_inputs)
+    return Plan(
+        {"output": int8_spec(output) if a.numerics.structured_output else output},
+        saved,
+        saved_inputs,
+    )
 
 
 def execute_linear(plan, a):
@@ -174,19 +180,33 @@ class Linear(torch.nn.Module):
     """A layer around `linear`; its token is made when it is."""
 
     def __init__(
-        self, in_features, out_features, numerics=Numerics(), *, bias=True, int8_weight=False, state=False, main_grad=False
+        self,
+        in_features,
+        out_features,
+        numerics=Numerics(),
+        *,
+        bias=True,
+        int8_weight=False,
+        state=False,
+        main_grad=False,
     ):
         super().__init__()
         weight = torch.randn(out_features, in_features, dtype=torch.bfloat16) / in_features**0.5
         self.weight = torch.nn.Parameter(int8(weight) if int8_weight else weight)
-        self.bias = torch.nn.Parameter(torch.zeros(out_features, dtype=torch.bfloat16)) if bias else None
+        self.bias = (
+            torch.nn.Parameter(torch.zeros(out_features, dtype=torch.bfloat16)) if bias else None
+        )
         self.register_buffer("amax", torch.zeros(()) if state else None)
         self.register_buffer("grad_amax", torch.zeros(()) if state else None)
-        self.register_buffer("main_grad", torch.zeros(out_features, in_features) if main_grad else None)
+        self.register_buffer(
+            "main_grad", torch.zeros(out_features, in_features) if main_grad else None
+        )
         self.token = linear.encode(numerics=numerics)
 
     def forward(self, x):
-        arguments = LinearForward(x, self.weight, self.bias, self.amax, self.grad_amax, self.main_grad)
+        arguments = LinearForward(
+            x, self.weight, self.bias, self.amax, self.grad_amax, self.main_grad
+        )
         return linear(arguments, token=self.token)
 
 
@@ -409,10 +429,14 @@ def _all_sum(x, group):
 all_sum = define(
     "tests::all_sum",
     forward=Pass(
-        AllSumForward, lambda a: Plan({"output": a.x}), lambda plan, a: {"output": _all_sum(a.x, a.group)}
+        AllSumForward,
+        lambda a: Plan({"output": a.x}),
+        lambda plan, a: {"output": _all_sum(a.x, a.group)},
     ),
     backward=Pass(
-        AllSumBackward, lambda a: Plan({"x": a.grad_output}), lambda plan, a: {"x": _all_sum(a.grad_output, a.group)}
+        AllSumBackward,
+        lambda a: Plan({"x": a.grad_output}),
+        lambda plan, a: {"x": _all_sum(a.grad_output, a.group)},
     ),
     gradients=("x",),
 )
@@ -449,7 +473,9 @@ def execute_tagged(plan, a):
 tagged = define(
     "tests::tagged",
     forward=Pass(
-        TaggedForward, lambda a: Plan({"output": TensorSpec(a.x.shape, a.dtype, a.x.device)}), execute_tagged
+        TaggedForward,
+        lambda a: Plan({"output": TensorSpec(a.x.shape, a.dtype, a.x.device)}),
+        execute_tagged,
     ),
 )
 

@@ -60,6 +60,9 @@ class Format(enum.Enum):
     E2M1 = FormatSpec(exponent_bits=2, mantissa_bits=1, bias=1, has_nan=False)
     E8M0 = FormatSpec(exponent_bits=8, mantissa_bits=0, bias=127, is_signed=False)
 
+    def __repr__(self) -> str:
+        return f"Format.{self.name}"
+
     @property
     def bits(self) -> int:
         """Bits of one code, the sign included."""

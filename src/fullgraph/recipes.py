@@ -151,6 +151,9 @@ def get(name: str) -> Recipe:
     Args:
         name: one of `BY_NAME`.
 
+    Returns:
+        The recipe.
+
     Raises:
         ConfigError: no recipe has this name; the message lists those that exist.
     """
@@ -165,6 +168,12 @@ def get(name: str) -> Recipe:
 
 def resolve(recipe: Recipe | str) -> Recipe:
     """A recipe, given itself or its name.
+
+    Args:
+        recipe: either.
+
+    Returns:
+        The recipe.
 
     Raises:
         ConfigError: neither a recipe nor the name of one.

@@ -158,6 +158,9 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
     def data(self) -> Tensor:
         """Payload of the rowwise copy, `quantizer.format.dtype` [..., K]; a view, not padded.
 
+        Inside a compiled function Dynamo takes `.data` of any tensor for torch's own attribute, so there it is the
+        logical tensor; read payloads outside of compiled code.
+
         Raises:
             ConfigError: it holds no rowwise copy.
         """

@@ -7,10 +7,10 @@ import sys
 import textwrap
 from pathlib import Path
 
-import customop_ops as ops
 import pytest
 import torch
 
+import customop_ops as ops
 import fullgraph
 from fullgraph.errors import CompileError
 
@@ -111,5 +111,7 @@ def test_a_graph_of_another_version_is_recognised():
     """A cached graph that calls an op as it used to be, because its version stayed the same."""
     token = ops.swiglu.encode()
     x = torch.ones(2)
-    with pytest.raises(CompileError, match=r"fields \['gate', 'up'\], a compiled graph calls it with \['gate'\]"):
+    with pytest.raises(
+        CompileError, match=r"fields \['gate', 'up'\], a compiled graph calls it with \['gate'\]"
+    ):
         ops.swiglu.fwd_op([x], f"{token},gate=T[torch.float32],needs=()")

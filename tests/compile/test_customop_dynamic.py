@@ -1,11 +1,11 @@
 """Sizes that vary: how many graphs torch makes of them, and integers that are no constants."""
 
-import customop_ops as ops
 import pytest
 import torch
-from customop_ops import Linear, Numerics, int8, same
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import customop_ops as ops
+from customop_ops import Linear, Numerics, int8, same
 from fullgraph.customop.graphs import GraphRecorder
 from fullgraph.errors import ConfigError
 
@@ -93,7 +93,9 @@ def test_state_and_any_size():
     function, recorder = compiled(layer)
     for n in (5, 0, 1, 33):
         x = batch(n, mark_unbacked)
-        assert same(run(function, layer, x), run(reference, reference, x.detach().clone().requires_grad_()))
+        assert same(
+            run(function, layer, x), run(reference, reference, x.detach().clone().requires_grad_())
+        )
         assert same(list(layer.buffers()), list(reference.buffers()))
     assert len(recorder.graphs) == 1
 
@@ -169,7 +171,9 @@ def test_a_dyn_integer_may_be_a_constant():
 )
 def test_a_symbolic_integer_is_refused_in_a_compiled_function(field, function):
     traced, recorder = compiled(function, dynamic=True)
-    with pytest.raises(Exception, match=rf"(?s)tests::tagged.{field}: a symbolic integer.*{field}: Dyn\[int\]"):
+    with pytest.raises(
+        Exception, match=rf"(?s)tests::tagged.{field}: a symbolic integer.*{field}: Dyn\[int\]"
+    ):
         traced(torch.randn(5, 3), 7)
     assert recorder.graphs == []
 
@@ -200,12 +204,16 @@ def test_a_symbolic_integer_in_an_encoded_token_is_refused():
     ],
 )
 def test_a_symbolic_integer_is_refused_by_the_kernel(field, function):
-    with pytest.raises(ConfigError, match=rf"(?s)tests::tagged.{field}: a symbolic integer.*{field}: Dyn\[int\]"):
+    with pytest.raises(
+        ConfigError, match=rf"(?s)tests::tagged.{field}: a symbolic integer.*{field}: Dyn\[int\]"
+    ):
         make_fx(function, tracing_mode="symbolic")(torch.randn(5, 3))
 
 
 def test_an_integer_that_does_not_vary_is_a_constant():
-    traced, recorder = compiled(lambda x, n: ops.tagged(ops.TaggedForward(x, size=n)), dynamic=False)
+    traced, recorder = compiled(
+        lambda x, n: ops.tagged(ops.TaggedForward(x, size=n)), dynamic=False
+    )
     for n in (7, 8, 7):
         assert same(traced(torch.ones(2), n), torch.ones(2) * (1.5 + n))
     assert len(recorder.graphs) == 2

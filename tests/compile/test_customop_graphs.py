@@ -1,12 +1,13 @@
 """Custom ops under torch.compile: one node forward, one backward, the same bits as eager."""
 
 import copy
+import pickle
 
-import customop_ops as ops
 import pytest
 import torch
-from customop_ops import Linear, Numerics, int8, plain, same
 
+import customop_ops as ops
+from customop_ops import Linear, Numerics, int8, plain, same
 from fullgraph.customop.graphs import GraphRecorder
 from fullgraph.errors import ConfigError
 
@@ -25,7 +26,10 @@ def train(model, function, steps=3, microbatches=1):
     torch.manual_seed(1)
     seen = []
     for step in range(steps):
-        inputs = [torch.randn(3 + step, 16, dtype=torch.bfloat16).requires_grad_() for _ in range(microbatches)]
+        inputs = [
+            torch.randn(3 + step, 16, dtype=torch.bfloat16).requires_grad_()
+            for _ in range(microbatches)
+        ]
         outputs = [function(x) for x in inputs]
         seen += [plain(o).detach().clone() for o in outputs]
         for output in outputs:
@@ -108,7 +112,9 @@ def test_train_eval_train():
     assert len(recorder.graphs) == 2
 
 
-@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (2, 1, 3, 16), (0, 16), (1, 16)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(16,), (3, 16), (2, 3, 16), (2, 1, 3, 16), (0, 16), (1, 16)], ids=str
+)
 def test_leading_dimensions(shape):
     eager, traced = stack(), stack()
     function, recorder = compiled(traced)
@@ -209,7 +215,10 @@ def test_outputs_used_twice(compiler):
         return y.decode() * 2 + torch.relu(y.decode()), y
 
     def run(function):
-        x, weight = torch.randn(3, 8, generator=seed()).requires_grad_(), torch.randn(8, 8, generator=seed())
+        x, weight = (
+            torch.randn(3, 8, generator=seed()).requires_grad_(),
+            torch.randn(8, 8, generator=seed()),
+        )
         z, y = function(x, weight)
         (z.sum() + y.decode().pow(2).sum()).backward()
         return z, y, x.grad
@@ -254,14 +263,18 @@ def test_a_structured_gradient_is_decoded():
     x = torch.randn(3, 8).requires_grad_()
     grad = int8(torch.randn(3, 8))
     ops.swiglu(ops.SwigluForward(x, torch.ones(3, 8))).backward(grad)
-    expected = torch.autograd.grad(ops.swiglu(ops.SwigluForward(x, torch.ones(3, 8))), x, grad.decode())[0]
+    expected = torch.autograd.grad(
+        ops.swiglu(ops.SwigluForward(x, torch.ones(3, 8))), x, grad.decode()
+    )[0]
     assert same(x.grad, expected)
 
 
 def test_another_structure_is_another_graph_and_back_again_is_not():
     layers = [Linear(8, 8), Linear(8, 8, int8_weight=True)]
     token = layers[0].token
-    function, recorder = compiled(lambda x, weight: ops.linear(ops.LinearForward(x, weight), token=token))
+    function, recorder = compiled(
+        lambda x, weight: ops.linear(ops.LinearForward(x, weight), token=token)
+    )
     x = torch.randn(3, 8, dtype=torch.bfloat16)
     for layer in (*layers, *layers):
         function(x, layer.weight)
@@ -306,7 +319,9 @@ def test_inductor_passes_state_without_copies():
     def track(x, total):
         return ops.track(ops.TrackForward(x, total))
 
-    _, (code,) = run_and_get_code(torch.compile(track, fullgraph=True), torch.ones(2), torch.zeros(()))
+    _, (code,) = run_and_get_code(
+        torch.compile(track, fullgraph=True), torch.ones(2), torch.zeros(())
+    )
     body = code[code.index("def call(") : code.index("runner = ")]
     assert body.count("= torch.ops.tests.track_forward.mut1(") == 1
     assert "copy_" not in body
@@ -324,7 +339,9 @@ def test_a_change_of_values_is_one_more_graph_and_back_again_is_none():
     for numerics in (Numerics(), Numerics(ops.Mode.EXACT), Numerics(), Numerics(ops.Mode.EXACT)):
         layer.token = ops.linear.encode(numerics=numerics)
         factor = 2 if numerics.mode is ops.Mode.EXACT else 1
-        assert same(function(x), ops.linear(ops.LinearForward(x, weight, numerics=Numerics())) * factor)
+        assert same(
+            function(x), ops.linear(ops.LinearForward(x, weight, numerics=Numerics())) * factor
+        )
     assert len(recorder.graphs) == 2
 
 
@@ -397,16 +414,78 @@ def test_a_configuration_held_by_a_module():
         torch._dynamo.reset()
 
 
-# What cannot be differentiated.
+# What autograd does, and what it cannot.
+
+
+def test_saved_tensors_can_be_offloaded():
+    layer = Linear(8, 8, state=True)
+    x = torch.randn(3, 8, dtype=torch.bfloat16).requires_grad_()
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: packed.append(t) or t.clone(), lambda t: t
+    ):
+        y = layer(x)
+    y.sum().backward()
+    assert [t.dtype for t in packed].count(torch.uint8) == 2  # input and weight, in 8 bits
+    expected = x.grad
+    x.grad = None
+    layer(x).sum().backward()
+    assert same(x.grad, expected)
+
+
+def test_a_graph_can_be_retained():
+    layer = Linear(8, 8, state=True)
+    for function in (layer, compiled(layer)[0]):
+        x = torch.randn(3, 8, dtype=torch.bfloat16).requires_grad_()
+        y = function(x)
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert same(torch.autograd.grad(y.sum(), x), first)
+
+
+def swiglu(x):
+    return ops.swiglu(ops.SwigluForward(x, x))
 
 
 def test_a_second_derivative_raises():
     x = torch.randn(3, 4).requires_grad_()
-    y = ops.swiglu(ops.SwigluForward(x, x))
-    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(swiglu(x).sum(), x, create_graph=True)
     assert torch.isfinite(grad).all()
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
+    (grad,) = torch.autograd.grad(compiled(swiglu)[0](x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
+
+
+def test_function_transforms_raise():
+    x = torch.randn(3, 4)
+    with pytest.raises(
+        RuntimeError, match="Batching rule not implemented for tests::swiglu_forward"
+    ):
+        torch.vmap(swiglu)(x)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: swiglu(x).sum())(x)
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_compiled_autograd(state, is_compiled):
+    """But not of a compiled region that hands state to its backward pass: torch loses such tensors there."""
+    layer = Linear(8, 8, state=state)
+    x = torch.randn(3, 8, dtype=torch.bfloat16).requires_grad_()
+    expected = torch.autograd.grad(layer(x).sum(), x)
+    function = compiled(layer)[0] if is_compiled else layer
+
+    def run():
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            function(x).sum().backward()
+        return (x.grad,)
+
+    if state and is_compiled:
+        with pytest.raises(IndexError, match="list index out of range"):
+            run()
+    else:
+        assert same(run(), expected)
 
 
 def test_ops_without_backward_have_outputs_without_gradient():
@@ -424,6 +503,11 @@ def test_errors_of_definitions_reach_the_compiled_caller():
         compiled(function)[0](torch.randn(3, 4))
     with pytest.raises(ConfigError, match="tests::linear: weight is required, got None"):
         function(torch.randn(3, 4))
+
+
+def test_ops_are_copied_and_pickled_by_name():
+    assert copy.deepcopy(ops.linear) is ops.linear
+    assert pickle.loads(pickle.dumps(ops.linear)) is ops.linear
 
 
 def test_models_can_be_copied_between_compilations():

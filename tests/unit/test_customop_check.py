@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-import customop_ops as ops
 import pytest
 import torch
 from torch import Tensor
 
+import customop_ops as ops
 from fullgraph import customop
 from fullgraph.customop import Mut, Pass, Plan, Planned, TensorSpec, define
 from fullgraph.customop.check import SYNCHRONISING
@@ -30,7 +30,9 @@ class BackwardArguments:
 
 def op_of(execute, plan=lambda a: Plan({"output": a.x}), **options):
     """An op of one input and one output under a new name."""
-    return define(f"tests::checked_{next(counter)}", forward=Pass(Arguments, plan, execute), **options)
+    return define(
+        f"tests::checked_{next(counter)}", forward=Pass(Arguments, plan, execute), **options
+    )
 
 
 def pair_of(execute_backward, plan_backward=lambda a: Plan({"x": a.grad_output})):
@@ -48,17 +50,47 @@ def spec(*shape, dtype=torch.float32):
 # Plan against real results.
 
 WRONG_RESULTS = {
-    "missing": (lambda plan, a: {}, r"execute returned the results \[\], the plan says \['output'\]"),
+    "missing": (
+        lambda plan, a: {},
+        r"execute returned the results \[\], the plan says \['output'\]",
+    ),
     "none": (lambda plan, a: {"output": None}, r"the results \[\], the plan says \['output'\]"),
-    "other name": (lambda plan, a: {"y": a.x * 2}, r"the results \['y'\], the plan says \['output'\]"),
-    "too many": (lambda plan, a: {"output": a.x * 2, "y": a.x * 3}, r"the results \['output', 'y'\], the plan"),
-    "shape": (lambda plan, a: {"output": a.x[:1] * 2}, r"output: TensorSpec\(shape=\(1, 3\).*says .*\(2, 3\)"),
-    "dtype": (lambda plan, a: {"output": a.x.double()}, r"output: TensorSpec\(.*torch.float64.*says .*torch.float32"),
-    "device": (lambda plan, a: {"output": a.x.to("meta")}, r"output: TensorSpec\(.*type='meta'.*says .*type='cpu'"),
-    "strides": (lambda plan, a: {"output": (a.x * 2).t().contiguous().t()}, r"output with strides \(1, 2\)"),
-    "alias of an input": (lambda plan, a: {"output": a.x}, "result 'output' shares its memory with an input"),
-    "view of an input": (lambda plan, a: {"output": a.x.view(2, 3)}, "'output' shares its memory with an input"),
-    "structure": (lambda plan, a: {"output": ops.to_int8(a.x)}, "output: Int8Parts, the plan says TensorSpec"),
+    "other name": (
+        lambda plan, a: {"y": a.x * 2},
+        r"the results \['y'\], the plan says \['output'\]",
+    ),
+    "too many": (
+        lambda plan, a: {"output": a.x * 2, "y": a.x * 3},
+        r"the results \['output', 'y'\], the plan",
+    ),
+    "shape": (
+        lambda plan, a: {"output": a.x[:1] * 2},
+        r"output: TensorSpec\(shape=\(1, 3\).*says .*\(2, 3\)",
+    ),
+    "dtype": (
+        lambda plan, a: {"output": a.x.double()},
+        r"output: TensorSpec\(.*torch.float64.*says .*torch.float32",
+    ),
+    "device": (
+        lambda plan, a: {"output": a.x.to("meta")},
+        r"output: TensorSpec\(.*type='meta'.*says .*type='cpu'",
+    ),
+    "strides": (
+        lambda plan, a: {"output": (a.x * 2).t().contiguous().t()},
+        r"output with strides \(1, 2\)",
+    ),
+    "alias of an input": (
+        lambda plan, a: {"output": a.x},
+        "result 'output' shares its memory with an input",
+    ),
+    "view of an input": (
+        lambda plan, a: {"output": a.x.view(2, 3)},
+        "'output' shares its memory with an input",
+    ),
+    "structure": (
+        lambda plan, a: {"output": ops.to_int8(a.x)},
+        "output: Int8Parts, the plan says TensorSpec",
+    ),
 }
 
 
@@ -74,8 +106,14 @@ def test_results_that_differ_from_the_plan_are_found(case):
     ("parts", "message"),
     [
         (ops.Int8Parts(spec(2, 3, dtype=torch.int8), spec(), torch.float32), "uint8.*int8"),
-        (ops.Int8Parts(spec(2, 3, dtype=torch.uint8), spec(), torch.bfloat16), "dtype=torch.float32.*torch.bfloat16"),
-        (ops.Int8Parts(spec(2, 3, dtype=torch.uint8), spec(1), torch.float32), r"shape=\(\).*shape=\(1,\)"),
+        (
+            ops.Int8Parts(spec(2, 3, dtype=torch.uint8), spec(), torch.bfloat16),
+            "dtype=torch.float32.*torch.bfloat16",
+        ),
+        (
+            ops.Int8Parts(spec(2, 3, dtype=torch.uint8), spec(1), torch.float32),
+            r"shape=\(\).*shape=\(1,\)",
+        ),
         (spec(2, 3), "output: Int8Parts, the plan says TensorSpec"),
     ],
 )
@@ -102,7 +140,9 @@ def test_results_that_share_memory_are_found():
 def test_the_backward_pass_is_verified_too():
     op = pair_of(lambda plan, a: {"x": a.grad_output[:1] * 2})
     output = op(Arguments(torch.ones(2, 3, requires_grad=True)))
-    with pytest.raises(CompileError, match=rf"{op.name}_backward: execute returned x: TensorSpec\(shape=\(1, 3\)"):
+    with pytest.raises(
+        CompileError, match=rf"{op.name}_backward: execute returned x: TensorSpec\(shape=\(1, 3\)"
+    ):
         output.backward(torch.ones(2, 3))
 
 
@@ -148,18 +188,32 @@ GOOD = {
     "track": lambda: (ops.track, ops.TrackForward(leaf(3, 4), torch.zeros(()), torch.zeros(()))),
     "tagged": lambda: (ops.tagged, ops.TaggedForward(X)),
     "all_sum": lambda: (ops.all_sum, ops.AllSumForward(leaf(3, 4))),
-    "linear": lambda: (ops.linear, ops.LinearForward(leaf(3, 4), leaf(5, 4), leaf(5), numerics=ops.Numerics())),
+    "linear": lambda: (
+        ops.linear,
+        ops.LinearForward(leaf(3, 4), leaf(5, 4), leaf(5), numerics=ops.Numerics()),
+    ),
     "linear, state": lambda: (
         ops.linear,
         ops.LinearForward(
-            leaf(3, 4), leaf(5, 4), None, torch.zeros(()), torch.zeros(()), torch.zeros(5, 4), numerics=ops.Numerics()
+            leaf(3, 4),
+            leaf(5, 4),
+            None,
+            torch.zeros(()),
+            torch.zeros(()),
+            torch.zeros(5, 4),
+            numerics=ops.Numerics(),
         ),
     ),
     "linear, structured weight": lambda: (
         ops.linear,
-        ops.LinearForward(leaf(3, 4), ops.int8(torch.randn(5, 4), True), leaf(5), numerics=ops.Numerics()),
+        ops.LinearForward(
+            leaf(3, 4), ops.int8(torch.randn(5, 4), True), leaf(5), numerics=ops.Numerics()
+        ),
     ),
-    "linear, no rows": lambda: (ops.linear, ops.LinearForward(leaf(0, 4), leaf(5, 4), leaf(5), numerics=ops.Numerics())),
+    "linear, no rows": lambda: (
+        ops.linear,
+        ops.LinearForward(leaf(0, 4), leaf(5, 4), leaf(5), numerics=ops.Numerics()),
+    ),
 }
 
 
@@ -169,7 +223,9 @@ def test_good_ops_pass(case):
     tensors = [t for t in vars(arguments).values() if isinstance(t, Tensor)]
     before = [t.clone() for t in tensors]
     op.check(arguments)
-    assert all(torch.equal(ops.plain(a), ops.plain(b)) for a, b in zip(before, tensors, strict=True))
+    assert all(
+        torch.equal(ops.plain(a), ops.plain(b)) for a, b in zip(before, tensors, strict=True)
+    )
     assert all(t.grad is None for t in tensors)
 
 
@@ -189,12 +245,24 @@ def _grown_state(plan, a):
 
 
 BAD = {
-    "item": (lambda plan, a: {"output": a.x * a.x.sum().item()}, "not capturable, it calls aten::item"),
-    "bool": (lambda plan, a: {"output": a.x * 2 if a.x.sum() > 0 else a.x * 3}, "not capturable, it calls aten::"),
-    "nonzero": (lambda plan, a: {"output": a.x * len(a.x.nonzero())}, "not capturable, it calls aten::nonzero"),
+    "item": (
+        lambda plan, a: {"output": a.x * a.x.sum().item()},
+        "not capturable, it calls aten::item",
+    ),
+    "bool": (
+        lambda plan, a: {"output": a.x * 2 if a.x.sum() > 0 else a.x * 3},
+        "not capturable, it calls aten::",
+    ),
+    "nonzero": (
+        lambda plan, a: {"output": a.x * len(a.x.nonzero())},
+        "not capturable, it calls aten::nonzero",
+    ),
     "alias": (lambda plan, a: {"output": a.x}, "shares its memory with an input"),
     "hidden cache": (_hidden_cache, "keeps tensors alive after the call, made by aten::arange"),
-    "hidden mutation": (lambda plan, a: {"output": a.x.add_(1) * 2}, "(?s)opcheck test_schema failed.*mutated"),
+    "hidden mutation": (
+        lambda plan, a: {"output": a.x.add_(1) * 2},
+        "(?s)opcheck test_schema failed.*mutated",
+    ),
 }
 
 
@@ -209,7 +277,9 @@ def test_bad_ops_fail(case):
 
 def test_a_bad_backward_pass_fails():
     op = pair_of(lambda plan, a: {"x": a.grad_output * a.grad_output.sum().item()})
-    with pytest.raises(CompileError, match=f"{op.name.replace('::', '.')}_backward.default: not capturable"):
+    with pytest.raises(
+        CompileError, match=f"{op.name.replace('::', '.')}_backward.default: not capturable"
+    ):
         op.check(Arguments(torch.rand(3, 4, requires_grad=True)))
 
 
@@ -234,7 +304,9 @@ def branching_op(kind):
     return define(
         f"tests::checked_{next(counter)}",
         forward=Pass(Arguments, plan, execute),
-        backward=Pass(Backward, lambda a: Plan({"x": a.grad_output}), lambda plan, a: {"x": a.grad_output * 2}),
+        backward=Pass(
+            Backward, lambda a: Plan({"x": a.grad_output}), lambda plan, a: {"x": a.grad_output * 2}
+        ),
         gradients=("x",),
         outputs=("output", "more"),
     )
@@ -245,13 +317,17 @@ def test_a_plan_whose_structure_depends_on_sizes_is_found(kind):
     op = branching_op(kind)
     op(Arguments(torch.rand(3, 4)))
     op(Arguments(torch.rand(5, 4)))
-    with pytest.raises(CompileError, match="(?s)the plan depends on sizes.*Do: decide by values and dtypes"):
+    with pytest.raises(
+        CompileError, match=r"(?s)the plan depends on sizes.*Do: decide by values and dtypes"
+    ):
         op(Arguments(torch.rand(2, 4)))
 
 
 def test_a_plan_whose_structure_depends_on_sizes_is_found_compiled():
     op = branching_op("results")
-    compiled = torch.compile(lambda x: op(Arguments(x))[0], fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(
+        lambda x: op(Arguments(x))[0], fullgraph=True, backend="aot_eager", dynamic=True
+    )
     compiled(torch.rand(3, 4))
     with pytest.raises(Exception, match="the plan depends on sizes"):
         compiled(torch.rand(2, 4))

@@ -3,12 +3,22 @@
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal, Optional, Union
 
-import customop_ops as ops
 import pytest
 import torch
 from torch import Tensor
 
-from fullgraph.customop import STRAIGHT_THROUGH, Carry, CustomOp, Dyn, Mut, Pass, Plan, Planned, define
+import customop_ops as ops
+from fullgraph.customop import (
+    STRAIGHT_THROUGH,
+    Carry,
+    CustomOp,
+    Dyn,
+    Mut,
+    Pass,
+    Plan,
+    Planned,
+    define,
+)
 from fullgraph.customop.fields import FieldKind, read_fields
 from fullgraph.errors import CompileError, ConfigError
 
@@ -93,7 +103,10 @@ class Thawed:
     ids=str,
 )
 def test_unsupported_annotations_are_refused(annotation, remedy):
-    with pytest.raises(ConfigError, match=f"(?s)define: Arguments.field has the unsupported annotation.*Do: .*{remedy}"):
+    with pytest.raises(
+        ConfigError,
+        match=f"(?s)define: Arguments.field has the unsupported annotation.*Do: .*{remedy}",
+    ):
         read_fields(arguments(x=Tensor, field=annotation))
 
 
@@ -109,19 +122,27 @@ def test_slots_are_refused():
     class Slotted:
         x: Tensor
 
-    with pytest.raises(ConfigError, match="(?s)Slotted must not use __slots__.*without slots=True"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)Slotted must not use __slots__.*without slots=True"
+    ):
         read_fields(Slotted)
 
 
 def test_annotations_must_resolve():
-    with pytest.raises(ConfigError, match="an annotation of Arguments cannot be resolved: name 'Nowhere'"):
+    with pytest.raises(
+        ConfigError, match="an annotation of Arguments cannot be resolved: name 'Nowhere'"
+    ):
         read_fields(arguments(x="Nowhere"))
 
 
-@pytest.mark.parametrize("default", [{"default": ops.Level()}, {"default_factory": ops.Level}], ids=str)
+@pytest.mark.parametrize(
+    "default", [{"default": ops.Level()}, {"default_factory": ops.Level}], ids=str
+)
 def test_defaults_that_dynamo_cannot_make_are_refused(default):
     cls = make_dataclass("Arguments", [("x", Tensor), ("level", ops.Level, field(**default))])
-    with pytest.raises(ConfigError, match=r"the default of Arguments.level is a dataclass(?s:.)*Do: let it be None"):
+    with pytest.raises(
+        ConfigError, match=r"the default of Arguments.level is a dataclass(?s:.)*Do: let it be None"
+    ):
         read_fields(cls)
 
 
@@ -132,7 +153,10 @@ def test_some_names_are_taken(name):
 
 
 def test_needs_is_filled_in_by_the_framework():
-    with pytest.raises(ConfigError, match=r"(?s)Arguments.needs has the unsupported.*tuple\[str, ...\]: the framework"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)Arguments.needs has the unsupported.*tuple\[str, ...\]: the framework",
+    ):
         read_fields(arguments(x=Tensor, needs=bool))
 
 
@@ -177,7 +201,10 @@ def test_wrong_definitions_are_refused(options, message):
 def test_gradients_are_those_of_tensors(fields, gradients, message):
     with pytest.raises(ConfigError, match=f"(?s)define tests::wrong: {message}.*Why: .*Do: "):
         define(
-            "tests::wrong", forward=forward(**PLAIN, **fields), backward=backward(**GRADIENT), gradients=gradients
+            "tests::wrong",
+            forward=forward(**PLAIN, **fields),
+            backward=backward(**GRADIENT),
+            gradients=gradients,
         )
 
 
@@ -186,16 +213,27 @@ def test_gradients_are_those_of_tensors(fields, gradients, message):
     [
         ({}, "Backward has no field grad_output.*declare grad_output: Tensor"),
         ({**GRADIENT, "c": Carry[Tensor]}, "Backward.c is a Carry"),
-        ({**GRADIENT, "other": int}, "Backward.other has no value field of the same name in Forward"),
+        (
+            {**GRADIENT, "other": int},
+            "Backward.other has no value field of the same name in Forward",
+        ),
         ({**GRADIENT, "x": int}, "Backward.x has no value field of the same name in Forward"),
-        ({**GRADIENT, "size": Dyn[int]}, "Backward.size has no dyn field of the same name in Forward"),
-        ({**GRADIENT, "x": Mut[Tensor]}, r"Backward.x is Mut, but Forward has no Carry or Mut.*x: Carry\[Tensor\]"),
+        (
+            {**GRADIENT, "size": Dyn[int]},
+            "Backward.size has no dyn field of the same name in Forward",
+        ),
+        (
+            {**GRADIENT, "x": Mut[Tensor]},
+            r"Backward.x is Mut, but Forward has no Carry or Mut.*x: Carry\[Tensor\]",
+        ),
     ],
     ids=str,
 )
 def test_backward_arguments_fit_the_forward_ones(fields, message):
     with pytest.raises(ConfigError, match=f"(?s)define tests::wrong: {message}"):
-        define("tests::wrong", forward=forward(**PLAIN), backward=backward(**fields), gradients=("x",))
+        define(
+            "tests::wrong", forward=forward(**PLAIN), backward=backward(**fields), gradients=("x",)
+        )
 
 
 def test_straight_through_is_one_to_one():
@@ -220,7 +258,9 @@ def test_a_refused_definition_leaves_no_trace():
     assert isinstance(op, CustomOp)
 
 
-@pytest.mark.parametrize("name", ["self", "out", "input", "dtype", "device", "_private", "meta", "tensors", "T", "D"])
+@pytest.mark.parametrize(
+    "name", ["self", "out", "input", "dtype", "device", "_private", "meta", "tensors", "T", "D"]
+)
 def test_names_of_torch_are_no_problem(name):
     op = define(
         f"tests::named_{name}",
@@ -265,18 +305,42 @@ class DoubleBackwardStrict(DoubleBackward):
 
 VALUES = {"shape": 1}
 PLANS = {
-    "unknown_output": ({"outputs": {"other": "x"}}, "has the outputs ['other'], defined are ['output']"),
+    "unknown_output": (
+        {"outputs": {"other": "x"}},
+        "has the outputs ['other'], defined are ['output']",
+    ),
     "no_output": ({"outputs": {}}, "has the outputs [], defined are ['output']"),
-    "none_output": ({"outputs": {"output": None}}, "has the outputs ['output'], defined are ['output']"),
+    "none_output": (
+        {"outputs": {"output": None}},
+        "has the outputs ['output'], defined are ['output']",
+    ),
     "values": ({"values": {}}, "has the values [], DoubleBackward declares ['shape']"),
-    "unknown_saved": ({"saved": {"nothing": "x"}}, "saves 'nothing', which is no tensor field of DoubleBackward"),
-    "saved_value": ({"saved": {"needs": "x"}}, "saves 'needs', which is no tensor field of DoubleBackward"),
+    "unknown_saved": (
+        {"saved": {"nothing": "x"}},
+        "saves 'nothing', which is no tensor field of DoubleBackward",
+    ),
+    "saved_value": (
+        {"saved": {"needs": "x"}},
+        "saves 'needs', which is no tensor field of DoubleBackward",
+    ),
     "saved_and_output": ({"saved": {"output": "x"}}, "has 'output' both as an output and as saved"),
-    "twice": ({"saved": {"kept": "x"}, "saved_inputs": {"kept": "x"}}, "DoubleBackward.kept would get two tensors"),
+    "twice": (
+        {"saved": {"kept": "x"}, "saved_inputs": {"kept": "x"}},
+        "DoubleBackward.kept would get two tensors",
+    ),
     "carried": ({"saved": {"later": "x"}}, "DoubleBackward.later would get two tensors"),
-    "input_of_no_name": ({"saved_inputs": {"kept": "y"}}, "saves the input 'y' as 'kept', which is no Tensor field"),
-    "mutated_input": ({"saved_inputs": {"kept": "state"}}, "saves the input 'state' as 'kept', which is no Tensor"),
-    "output_of_no_name": ({"saved_outputs": {"kept": "y"}}, "saves the output 'y' as 'kept', but makes no such output"),
+    "input_of_no_name": (
+        {"saved_inputs": {"kept": "y"}},
+        "saves the input 'y' as 'kept', which is no Tensor field",
+    ),
+    "mutated_input": (
+        {"saved_inputs": {"kept": "state"}},
+        "saves the input 'state' as 'kept', which is no Tensor",
+    ),
+    "output_of_no_name": (
+        {"saved_outputs": {"kept": "y"}},
+        "saves the output 'y' as 'kept', but makes no such output",
+    ),
 }
 
 
@@ -286,12 +350,21 @@ def test_plans_fit_the_definition(case):
 
     def plan(a):
         named = {
-            kind: {n: a.x if source == "x" and kind in ("outputs", "saved") else source for n, source in names.items()}
+            kind: {
+                n: a.x if source == "x" and kind in ("outputs", "saved") else source
+                for n, source in names.items()
+            }
             for kind, names in changed.items()
         }
         return Plan(**{"outputs": {"output": a.x}, "values": VALUES, **named})
 
-    op = double(f"plan_{case}", Double, plan, backward=Pass(DoubleBackward, unused, unused), gradients=("x",))
+    op = double(
+        f"plan_{case}",
+        Double,
+        plan,
+        backward=Pass(DoubleBackward, unused, unused),
+        gradients=("x",),
+    )
     with pytest.raises(CompileError, match=rf"(?s)^tests::plan_{case}: .*Why: .*Do: ") as caught:
         op(Double(torch.ones(2, requires_grad=True), state=torch.zeros(2), later=torch.zeros(2)))
     assert message in str(caught.value)
@@ -306,7 +379,9 @@ def test_a_backward_field_that_nothing_fills_is_named():
         gradients=("x",),
     )
     assert op(Double(torch.ones(2))).tolist() == [2, 2]  # no gradient, no complaint
-    with pytest.raises(CompileError, match="(?s)backward field must has no tensor.*save 'must' in the plan"):
+    with pytest.raises(
+        CompileError, match=r"(?s)backward field must has no tensor.*save 'must' in the plan"
+    ):
         op(Double(torch.ones(2, requires_grad=True)))
 
 
@@ -319,36 +394,55 @@ def test_a_backward_plan_makes_needed_gradients_only():
         gradients=("x",),
     )
     output = op(Double(torch.ones(2, requires_grad=True)))
-    with pytest.raises(CompileError, match=r"the backward plan has the results \['state'\], needed are \['x'\]"):
+    with pytest.raises(
+        CompileError, match=r"the backward plan has the results \['state'\], needed are \['x'\]"
+    ):
         output.sum().backward()
 
 
 def test_a_mutating_op_has_a_limit_of_results():
-    op = double("many", Double, lambda a: Plan({f"o{i}": a.x for i in range(17)}), outputs=[f"o{i}" for i in range(17)])
-    with pytest.raises(ConfigError, match=r"many_forward returns 17 tensors, more than a mutating op may \(16\)"):
+    op = double(
+        "many",
+        Double,
+        lambda a: Plan({f"o{i}": a.x for i in range(17)}),
+        outputs=[f"o{i}" for i in range(17)],
+    )
+    with pytest.raises(
+        ConfigError, match=r"many_forward returns 17 tensors, more than a mutating op may \(16\)"
+    ):
         op(Double(torch.ones(2), state=torch.zeros(2)))
 
 
 def test_required_tensors_are_required():
-    with pytest.raises(ConfigError, match="(?s)tests::linear: weight is required, got None.*declare the field optional"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)tests::linear: weight is required, got None.*declare the field optional",
+    ):
         ops.linear(ops.LinearForward(torch.ones(2, 3), None, numerics=ops.Numerics()))  # type: ignore[arg-type]
 
 
 def test_one_tensor_at_least():
     op = double("all_optional", arguments("AllOptional", x=Tensor | None, y=Tensor | None), unused)
-    with pytest.raises(ConfigError, match=r"got no tensor at all(?s:.)*at least one of \['x', 'y'\]"):
+    with pytest.raises(
+        ConfigError, match=r"got no tensor at all(?s:.)*at least one of \['x', 'y'\]"
+    ):
         op(op._table.cls(None, None))
 
 
 def test_a_token_has_exactly_the_value_fields():
-    with pytest.raises(ConfigError, match=r"tests::linear: a token holds \['numerics'\], got \['mode', 'numerics'\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tests::linear: a token holds \['numerics'\], got \['mode', 'numerics'\]",
+    ):
         ops.linear.encode(numerics=ops.Numerics(), mode=ops.Mode.FAST)
     with pytest.raises(ConfigError, match=r"tests::linear: a token holds \['numerics'\], got \[\]"):
         ops.linear.encode()
 
 
 def test_a_value_that_cannot_be_a_constant_is_named():
-    with pytest.raises(ConfigError, match="tests::linear.numerics: a value of type list cannot be a constant"):
+    with pytest.raises(
+        ConfigError, match="tests::linear.numerics: a value of type list cannot be a constant"
+    ):
         ops.linear.encode(numerics=[1])
 
 
@@ -356,8 +450,24 @@ def test_values_beside_a_token_must_agree():
     token = ops.linear.encode(numerics=ops.Numerics())
     x, weight = torch.ones(2, 3), torch.ones(4, 3)
     ops.linear(ops.LinearForward(x, weight, numerics=ops.Numerics()), token=token)
-    with pytest.raises(CompileError, match="(?s)argument numerics=.*EXACT.* differs from the token, which says"):
+    with pytest.raises(
+        CompileError, match=r"(?s)argument numerics=.*EXACT.* differs from the token, which says"
+    ):
         ops.linear(ops.LinearForward(x, weight, numerics=ops.Numerics(ops.Mode.EXACT)), token=token)
+
+
+def test_planned_values_are_constants():
+    op = double(
+        "planned_list",
+        Double,
+        lambda a: Plan({"output": a.x}, values={"shape": [1]}),
+        backward=Pass(DoubleBackward, unused, unused),
+        gradients=("x",),
+    )
+    with pytest.raises(
+        ConfigError, match=r"tests::planned_list.shape: a value of type list cannot be a constant"
+    ):
+        op(Double(torch.ones(2, requires_grad=True)))
 
 
 def test_planned_values_reach_the_backward_pass():
@@ -374,7 +484,9 @@ def test_planned_values_reach_the_backward_pass():
         "planned",
         Double,
         plan,
-        backward=Pass(DoubleBackward, plan_backward, lambda plan, a: {"x": a.grad_output * a.shape}),
+        backward=Pass(
+            DoubleBackward, plan_backward, lambda plan, a: {"x": a.grad_output * a.shape}
+        ),
         gradients=("x",),
     )
     x = torch.ones(2, 3, requires_grad=True)

@@ -5,12 +5,12 @@ import io
 import pickle
 from dataclasses import dataclass
 
-import customop_ops as ops
 import pytest
 import torch
-from customop_ops import Int8Parts, Int8Tensor, int8, same, to_int8
 from torch import Tensor, nn
 
+import customop_ops as ops
+from customop_ops import Int8Parts, Int8Tensor, int8, same, to_int8
 from fullgraph.customop import StructuredTensor
 from fullgraph.errors import ConfigError
 
@@ -42,7 +42,9 @@ torch.serialization.add_safe_globals([SplitTensor])
 
 def split(x, *, low=True, note="none"):
     high = x.to(torch.bfloat16)
-    return SplitTensor(SplitParts(high, (x - high.to(x.dtype)).to(torch.bfloat16) if low else None, x.dtype, note))
+    return SplitTensor(
+        SplitParts(high, (x - high.to(x.dtype)).to(torch.bfloat16) if low else None, x.dtype, note)
+    )
 
 
 def parameter(*shape):
@@ -104,7 +106,9 @@ def test_devices_and_dtypes():
     assert torch.equal(q.to(torch.float64), q.parts.decode().double())
 
 
-@pytest.mark.parametrize("make", [torch.empty_like, torch.zeros_like, torch.ones_like, lambda q: q.new_zeros(2)])
+@pytest.mark.parametrize(
+    "make", [torch.empty_like, torch.zeros_like, torch.ones_like, lambda q: q.new_zeros(2)]
+)
 def test_new_tensors_are_plain(make):
     q = int8(torch.randn(3, 4, dtype=torch.bfloat16))
     made = make(q)
@@ -137,7 +141,9 @@ def test_copies_between_plain_and_structured():
 
 
 def test_a_structure_without_encode_is_read_only():
-    with pytest.raises(ConfigError, match=r"SplitTensor cannot be changed in place(?s:.)*SplitParts has no encode_"):
+    with pytest.raises(
+        ConfigError, match=r"SplitTensor cannot be changed in place(?s:.)*SplitParts has no encode_"
+    ):
         split(torch.randn(3)).add_(1)
 
 
@@ -178,6 +184,25 @@ def test_parts_have_a_tensor():
 
     with pytest.raises(ConfigError, match="Bad: NoTensor has no Tensor field"):
         type("Bad", (StructuredTensor,), {}, parts=NoTensor)
+
+
+def test_parts_have_shape_dtype_and_decode():
+    @dataclass
+    class Incomplete:
+        data: Tensor
+        dtype: torch.dtype
+
+        @property
+        def shape(self):
+            return self.data.shape
+
+    with pytest.raises(ConfigError, match="Bad: Incomplete has no decode"):
+        type("Bad", (StructuredTensor,), {}, parts=Incomplete)
+
+
+def test_parts_belong_to_one_class():
+    with pytest.raises(ConfigError, match="Bad: SplitParts already belongs to SplitTensor"):
+        type("Bad", (StructuredTensor,), {}, parts=SplitParts)
 
 
 def test_a_class_can_be_taught_ops():
@@ -256,7 +281,9 @@ def saved_and_loaded(value):
 
 def test_weights_only_load():
     p = parameter(3, 4)
-    loaded = saved_and_loaded({"p": p, "q": int8(torch.ones(2)), "s": split(torch.ones(2), low=False)})
+    loaded = saved_and_loaded(
+        {"p": p, "q": int8(torch.ones(2)), "s": split(torch.ones(2), low=False)}
+    )
     assert same(loaded["p"], p)
     assert isinstance(loaded["p"], nn.Parameter)
     assert same(loaded["q"], int8(torch.ones(2)))
@@ -290,12 +317,16 @@ def test_checkpoints_load_from_plain_and_structured(source, target, assign):
 # Optimizers.
 
 OPTIMIZERS = {
-    "sgd": lambda p, **options: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, **options),
+    "sgd": lambda p, **options: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, weight_decay=0.01, **options
+    ),
     "adamw": lambda p, **options: torch.optim.AdamW(p, lr=0.1, weight_decay=0.01, **options),
 }
 
 
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_update_the_decoded_value(optimizer, options):
     """Each step equals a step of the same optimizer on the decoded value, encoded again."""

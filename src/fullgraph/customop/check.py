@@ -11,12 +11,14 @@ The lint sees torch ops. What a kernel does below the dispatcher only a run on t
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from fullgraph.customop import verify
 from fullgraph.customop.lean import KERNELS
@@ -77,7 +79,11 @@ def _synchronises(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Ops that make the host wait for some arguments only."""
     if name == "aten::_to_copy":
         target = kwargs.get("device")
-        return target is not None and args[0].device.type != "cpu" and torch.device(target).type == "cpu"
+        return (
+            target is not None
+            and args[0].device.type != "cpu"
+            and torch.device(target).type == "cpu"
+        )
     if name in ("aten::index", "aten::index_put", "aten::index_put_"):
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return False
@@ -156,10 +162,14 @@ def check(op: CustomOp, arguments: Any) -> None:
         if not any(isinstance(t, StructuredTensor) for t in tensors):
             _opcheck(op.front_op, (token, dyn, *tensors), OPCHECKS)
         for overload, args in recorded:
-            _opcheck(overload, args, tuple(t for t in OPCHECKS if t != "test_autograd_registration"))
+            _opcheck(
+                overload, args, tuple(t for t in OPCHECKS if t != "test_autograd_registration")
+            )
 
 
-def _run_with_lint(op: CustomOp, token: str, dyn: list[Any], tensors: list[Any]) -> list[tuple[Any, tuple]]:
+def _run_with_lint(
+    op: CustomOp, token: str, dyn: list[Any], tensors: list[Any]
+) -> list[tuple[Any, tuple]]:
     """Run forward and backward on copies, each lean op under the lint, and note how each was called.
 
     The lint comes with the first run: what an op allocates and caches on its first call shows then only.
@@ -196,12 +206,16 @@ def _run_with_lint(op: CustomOp, token: str, dyn: list[Any], tensors: list[Any])
 
 
 def _detached(args: tuple) -> tuple:
-    copy = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), args)
+    copy = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), args)
     return tuple(copy)
 
 
 def _opcheck(overload: Any, args: tuple, tests: tuple[str, ...]) -> None:
-    results = torch.library.opcheck(overload, args, test_utils=tests, raise_exception=False)
+    with warnings.catch_warnings():  # of opcheck's own doing
+        warnings.filterwarnings(
+            "ignore", message="The .grad attribute of a Tensor that is not a leaf"
+        )
+        results = torch.library.opcheck(overload, args, test_utils=tests, raise_exception=False)
     failed = {test: outcome for test, outcome in results.items() if outcome != "SUCCESS"}
     if failed:
         test, outcome = next(iter(failed.items()))

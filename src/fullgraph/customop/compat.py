@@ -6,12 +6,17 @@ Supported: torch 2.11 to 2.15. What lives here is checked by tests/compile on ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._functorch import config as functorch_config
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value as has_static_value
+
+
+def is_process_group(value: Any) -> bool:
+    """Whether this is a process group of `torch.distributed`."""
+    return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)
 
 
 def process_group(name: str) -> Any | None:
@@ -24,7 +29,7 @@ def process_group(name: str) -> Any | None:
     from torch.distributed import distributed_c10d
 
     try:
-        return distributed_c10d._resolve_process_group(name)
+        return distributed_c10d._resolve_process_group(cast(Any, name))  # a NewType in 2.13
     except (RuntimeError, ValueError):  # both in use for an unknown name
         return None
 

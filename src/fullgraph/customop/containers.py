@@ -6,7 +6,7 @@ All are ops of their own rather than bare `autograd.Function`s, which AOTAutogra
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -60,11 +60,11 @@ class Container:
     """
 
     anchor: Tensor
-    value: StructuredTensor
+    value: Tensor
 
     def unpack(self) -> StructuredTensor:
         """The structured tensor again; its gradient flows to the anchor."""
-        return _Unpack.apply(self.anchor, self.value)
+        return cast(StructuredTensor, _Unpack.apply(self.anchor, self.value))
 
     def decode(self) -> Tensor:
         """The logical tensor as a plain one, differentiable."""
@@ -92,7 +92,7 @@ class _Anchor(torch.autograd.Function):
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: StructuredTensor) -> StructuredTensor:
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
         return value.detach()
 
     @staticmethod

@@ -130,13 +130,17 @@ def read_fields(cls: type) -> FieldTable:
                 do="rename the field",
             )
     for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(field.default) or dataclasses.is_dataclass(field.default_factory):
+        if dataclasses.is_dataclass(field.default) or dataclasses.is_dataclass(
+            field.default_factory
+        ):
             raise ConfigError(
                 f"define: the default of {cls.__name__}.{field.name} is a dataclass",
                 why="Dynamo cannot make such a default inside a compiled function",
                 do="let it be None, which `plan` may replace, or have the caller pass it",
             )
-    return FieldTable(cls, tuple(_read(cls, f.name, hints[f.name]) for f in dataclasses.fields(cls)))
+    return FieldTable(
+        cls, tuple(_read(cls, f.name, hints[f.name]) for f in dataclasses.fields(cls))
+    )
 
 
 def _read(cls: type, name: str, annotation: Any) -> Field:

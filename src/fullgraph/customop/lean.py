@@ -129,6 +129,7 @@ class LeanCall:
     dyn: tuple[int, ...] | None
 
     def __call__(self, pool: Sequence[Any], dyn: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Run the op; every result as one sequence."""
         arguments: list[Any] = [[pool[i] for i in self.read]]
         if self.mutated:
             arguments.append([pool[i] for i in self.mutated])
@@ -149,7 +150,12 @@ class LeanOp:
     """
 
     def __init__(
-        self, library: torch.library.Library, namespace: str, name: str, direction: Pass, table: FieldTable
+        self,
+        library: torch.library.Library,
+        namespace: str,
+        name: str,
+        direction: Pass,
+        table: FieldTable,
     ) -> None:
         self.name = f"{namespace}::{name}"
         self._table = table
@@ -189,7 +195,9 @@ class LeanOp:
         Args:
             meta: token and layout.
             results: how many plain tensors come back.
-            read, mutated, dyn: see `LeanCall`.
+            read: see `LeanCall`.
+            mutated: see `LeanCall`.
+            dyn: positions of the op's `Dyn` integers.
             is_inference: no gradient will be asked for.
 
         Raises:
@@ -204,7 +212,9 @@ class LeanOp:
                     do="save fewer tensors, or pack several into one",
                 )
             overload = self._mutating[results]
-        return LeanCall(overload, meta, tuple(read), tuple(mutated), tuple(dyn) if self._has_dyn else None)
+        return LeanCall(
+            overload, meta, tuple(read), tuple(mutated), tuple(dyn) if self._has_dyn else None
+        )
 
     def _define(
         self,
@@ -219,7 +229,9 @@ class LeanOp:
             """`run` with the arguments and results of the schema."""
             fix = _FIXED.get(arity, tuple)
             if mutates and self._has_dyn:
-                return lambda tensors, mutated, dyn, meta: fix(run(tensors, meta, tuple(dyn), mutated))
+                return lambda tensors, mutated, dyn, meta: fix(
+                    run(tensors, meta, tuple(dyn), mutated)
+                )
             if mutates:
                 return lambda tensors, mutated, meta: fix(run(tensors, meta, (), mutated))
             if self._has_dyn:
@@ -228,7 +240,11 @@ class LeanOp:
 
         namespace, _, base = self.name.partition("::")
         name = f"{base}.{overload}" if overload else base
-        arguments = "Tensor[] tensors" + ", Tensor(a!)[] mutated" * mutates + ", SymInt[] dyn" * self._has_dyn
+        arguments = (
+            "Tensor[] tensors"
+            + ", Tensor(a!)[] mutated" * mutates
+            + ", SymInt[] dyn" * self._has_dyn
+        )
         library.define(f"{name}({arguments}, str meta) -> {returns}", tags=TAGS)
         real = kernel(self._real if mutates or self._has_dyn else self._make_pure())
         library.impl(name, real, "CompositeExplicitAutograd")
@@ -259,7 +275,12 @@ class LeanOp:
 
     def _make_pure(self) -> Callable[[Sequence[torch.Tensor], str], Sequence[torch.Tensor]]:
         """`_real` for the op that most are, without `Mut` and `Dyn`: the same, written for speed."""
-        prepared, prepare, execute, state = self._prepared, self._prepare, self._execute, verify.state
+        prepared, prepare, execute, state = (
+            self._prepared,
+            self._prepare,
+            self._execute,
+            verify.state,
+        )
 
         def pure(tensors: Sequence[torch.Tensor], meta: str) -> Sequence[torch.Tensor]:
             key = (meta, tensors[0].get_device(), *map(_shape_of, tensors))
@@ -291,7 +312,9 @@ class LeanOp:
         _, plan = self.describe([*tensors, *mutated], meta, dyn)
         return [spec.empty() for spec in _flattener(plan)(plan.results)]
 
-    def describe(self, flat: Sequence[torch.Tensor], meta: str, dyn: tuple[Any, ...]) -> tuple[Any, Plan]:
+    def describe(
+        self, flat: Sequence[torch.Tensor], meta: str, dyn: tuple[Any, ...]
+    ) -> tuple[Any, Plan]:
         """What a call means: its arguments with specs in place of tensors, and its plan.
 
         Args:
@@ -310,7 +333,10 @@ class LeanOp:
             [(name, code_of(spec)) for name, spec in plan.results.items()],
             dict(plan.saved_inputs),
             dict(plan.saved_outputs),
-            {name: encode(value, f"{self.name}: the value {name}") for name, value in plan.values.items()},
+            {
+                name: encode(value, f"{self.name}: the value {name}")
+                for name, value in plan.values.items()
+            },
         )
         before = self._structures.setdefault((meta, device.type), structure)
         if structure != before:
@@ -345,7 +371,9 @@ def layout(table: FieldTable, codes: Iterator[Any]) -> str:
     for field in table.fields:
         if field.kind in (FieldKind.TENSOR, FieldKind.MUT):
             code = next(codes)
-            fields.append(f",{field.name}={f'T[{code}]' if isinstance(code, torch.dtype) else code}")
+            fields.append(
+                f",{field.name}={f'T[{code}]' if isinstance(code, torch.dtype) else code}"
+            )
         elif field.kind is FieldKind.DYN:
             fields.append(f",{field.name}={Slot.DYN.value}")
     return "".join(fields)

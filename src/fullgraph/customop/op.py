@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ STRAIGHT_THROUGH = StraightThrough()
 
 @dataclasses.dataclass(frozen=True)
 class BackwardCall:
-    """The backward of one kind of call: everything that depends on neither sizes nor data.
+    """The backward of one kind of call: what depends on neither sizes nor data.
 
     Args:
         lean: the backward op; its pool is what the forward call kept, then the gradients of the outputs.
@@ -71,7 +71,7 @@ class BackwardCall:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One kind of call (token, layout, device, who needs a gradient): everything that depends on neither sizes nor data.
+    """One kind of call (token, layout, device, who needs a gradient): what depends on neither sizes nor data.
 
     Args:
         lean: the forward op; its pool is the plain tensors of the arguments.
@@ -120,10 +120,14 @@ class CustomOp:
         self._forward, self._backward = forward, backward
         self._gradients, self._outputs = gradients, outputs
         passes = [p for p in (forward, backward) if isinstance(p, Pass)]
-        digest = source_digest(define, LeanOp, encode, *[x for p in passes for x in (p.arguments, p.plan)])
+        digest = source_digest(
+            define, LeanOp, encode, *[x for p in passes for x in (p.arguments, p.plan)]
+        )
         self._salt = f"salt={f'{__version__}/{version}/{digest}'!r}"
         self._table = read_fields(forward.arguments)
-        self._backward_table = read_fields(backward.arguments) if isinstance(backward, Pass) else None
+        self._backward_table = (
+            read_fields(backward.arguments) if isinstance(backward, Pass) else None
+        )
         _check_definition(name, self._table, self._backward_table, gradients, outputs)
 
         kinds = (FieldKind.TENSOR, FieldKind.MUT, FieldKind.CARRY)
@@ -132,7 +136,9 @@ class CustomOp:
         required = [i for i, f in enumerate(self._table.of(*kinds)) if not f.optional]
         self._lead = required[0] if required else 0
         handed_on = self._table.names(FieldKind.CARRY, FieldKind.MUT)
-        self._handed_on = [n for n in handed_on if self._backward_table and self._backward_table.get(n)]
+        self._handed_on = [
+            n for n in handed_on if self._backward_table and self._backward_table.get(n)
+        ]
         self._dyn_names = self._table.names(FieldKind.DYN)
         self._value_names = tuple(n for n in self._table.names(FieldKind.VALUE) if n != NEEDS)
         self._has_needs = self._table.get(NEEDS) is not None
@@ -147,7 +153,9 @@ class CustomOp:
         library = _LIBRARIES.get(namespace)
         if library is None:
             library = _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
-        self._lean_forward = LeanOp(library, namespace, f"{name}_forward", self._forward, self._table)
+        self._lean_forward = LeanOp(
+            library, namespace, f"{name}_forward", self._forward, self._table
+        )
         self._lean_backward: LeanOp | None = None
         if isinstance(self._backward, Pass):
             assert self._backward_table is not None
@@ -163,7 +171,9 @@ class CustomOp:
     def _front_schema(self) -> str:
         letters = iter(string.ascii_lowercase)
         tensors = "".join(
-            f", Tensor({next(letters)}!)? {f.name}" if f.kind is FieldKind.MUT else f", Tensor? {f.name}"
+            f", Tensor({next(letters)}!)? {f.name}"
+            if f.kind is FieldKind.MUT
+            else f", Tensor? {f.name}"
             for f in self._table.fields
             if f.name in self._tensor_names
         )
@@ -247,6 +257,12 @@ class CustomOp:
             self._check_token(arguments, token)
         return self.apply(token, dyn, tensors)
 
+    def __deepcopy__(self, memo: Any) -> CustomOp:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _op_of, (self.name,)
+
     def check(self, arguments: Any) -> None:
         """Check the op on an example: opcheck's five tests, plan against results, the CUDA-graph lint.
 
@@ -267,7 +283,11 @@ class CustomOp:
         needs: tuple[str, ...] = ()
         if torch.is_grad_enabled():
             needs = tuple(
-                [n for i, n in self._gradient_fields if (t := tensors[i]) is not None and t.requires_grad]
+                [
+                    n
+                    for i, n in self._gradient_fields
+                    if (t := tensors[i]) is not None and t.requires_grad
+                ]
             )
         device = None if (lead := tensors[self._lead]) is None else lead.device
         key = (token, needs, device, *map(code_of, tensors))
@@ -287,7 +307,7 @@ class CustomOp:
         self, call: Call, dyn: Sequence[Any], tensors: Sequence[torch.Tensor | None]
     ) -> tuple[tuple[Any, ...], list[Any]]:
         """Run the lean forward op; the outputs in order, and the pool of all plain tensors."""
-        pool = list(tensors) if call.is_flat else _flat(tensors)
+        pool: list[Any] = list(tensors) if call.is_flat else _flat(tensors)
         if call.changing:
             compat.mark_no_version_check(pool[i] for i in call.changing)
         results = call.lean(pool, dyn)
@@ -310,7 +330,9 @@ class CustomOp:
                     why=f"{self._table.cls.__name__}.{field.name} is not declared `| None`",
                     do="pass a tensor, or declare the field optional",
                 )
-        if all(t is None for f, t in zip(fields, tensors, strict=True) if f.kind is not FieldKind.CARRY):
+        if all(
+            t is None for f, t in zip(fields, tensors, strict=True) if f.kind is not FieldKind.CARRY
+        ):
             raise ConfigError(
                 f"{self.name}: got no tensor at all",
                 why="the op takes device and shapes from its tensors",
@@ -322,7 +344,11 @@ class CustomOp:
         arguments.__dict__.update(zip(self._dyn_names, dyn, strict=True))
         meta = token + layout(
             self._table,
-            (code_of(t) for f, t in zip(fields, tensors, strict=True) if f.kind is not FieldKind.CARRY),
+            (
+                code_of(t)
+                for f, t in zip(fields, tensors, strict=True)
+                if f.kind is not FieldKind.CARRY
+            ),
         )
         if self._has_needs:
             arguments.__dict__[NEEDS] = needs
@@ -346,7 +372,9 @@ class CustomOp:
             saved.update({n: slots[source] for n, source in plan.saved_inputs.items()})
             saved.update({n: results[source] for n, source in plan.saved_outputs.items()})
             state.update({n: slots[n] for n in self._handed_on})
-            self._check_kept(plan, {n for n, (_, form) in {**saved, **state}.items() if form is not None})
+            self._check_kept(
+                plan, {n for n, (_, form) in {**saved, **state}.items() if form is not None}
+            )
         outputs = [plan.outputs.get(name) for name in self._outputs]
         return Call(
             lean=self._lean_forward.call(
@@ -375,7 +403,9 @@ class CustomOp:
             ),
             saved=_places(saved),
             state=_places(state),
-            kept=tuple([(n, form) for n, (_, form) in (*saved.items(), *state.items()) if form is not None]),
+            kept=tuple(
+                [(n, form) for n, (_, form) in (*saved.items(), *state.items()) if form is not None]
+            ),
             changing=slots.all(*self._table.names(FieldKind.MUT, FieldKind.CARRY)),
         )
 
@@ -405,6 +435,8 @@ class CustomOp:
                 why="a Planned field of the backward arguments takes the plan's value of its name",
                 do="give the plan exactly these values",
             )
+        for name, value in plan.values.items():
+            encode(value, f"{self.name}.{name}")  # raises for what could not be a constant
         for name, source in plan.saved_inputs.items():
             field = self._table.get(source)
             if field is None or field.kind is not FieldKind.TENSOR:
@@ -488,7 +520,13 @@ class CustomOp:
         key = (wanted, *map(code_of, gradients))
         backward = call.backwards.get(key)
         if backward is None:
-            needs = tuple([n for n, w in zip(self._tensor_names, wanted, strict=True) if w and n in call.needs])
+            needs = tuple(
+                [
+                    n
+                    for n, w in zip(self._tensor_names, wanted, strict=True)
+                    if w and n in call.needs
+                ]
+            )
             backward = self._prepare_backward(call, dyn, kept, gradients, needs)
             call.backwards[key] = backward
         results = backward.lean([*kept, *gradients], dyn)
@@ -522,7 +560,9 @@ class CustomOp:
         tensor_fields = table.names(FieldKind.TENSOR, FieldKind.MUT)
         fields.update({name: specs.get(name) for name in tensor_fields})
         plan = self._backward.plan(arguments)
-        wrong = [n for n, s in plan.results.items() if n not in needs or is_parts(s)] + list(plan.saved)
+        wrong = [n for n, s in plan.results.items() if n not in needs or is_parts(s)] + list(
+            plan.saved
+        )
         if wrong:
             raise CompileError(
                 f"{self.name}: the backward plan has the results {wrong}, needed are {list(needs)}",
@@ -584,7 +624,9 @@ def _form(spec: Any) -> Any:
 def _flat(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """The plain tensors of all; None stays, so that places do not depend on it."""
     return [
-        plain for t in tensors for plain in (flatten(t) if isinstance(t, StructuredTensor) else (t,))
+        plain
+        for t in tensors
+        for plain in (flatten(t) if isinstance(t, StructuredTensor) else (t,))
     ]
 
 
@@ -609,9 +651,17 @@ def _make_function(op: CustomOp) -> type[torch.autograd.Function]:
         """Gradients of the tensor fields, without a history of their own."""
         plain = [_plain_gradient(g) for g in gradients]
         if isinstance(op._backward, StraightThrough):
-            return (None, None, *[plain[0] if n in op._gradients else None for n in op._tensor_names])
+            return (
+                None,
+                None,
+                *[plain[0] if n in op._gradients else None for n in op._tensor_names],
+            )
         kept = [*ctx.saved_tensors, *ctx.state]
-        return (None, None, *op.run_backward(ctx.call, ctx.dyn, kept, plain, ctx.needs_input_grad[2:]))
+        return (
+            None,
+            None,
+            *op.run_backward(ctx.call, ctx.dyn, kept, plain, ctx.needs_input_grad[2:]),
+        )
 
     @once_differentiable
     def backward_once(ctx: Any, witness: torch.Tensor, *gradients: Any) -> Any:
@@ -631,7 +681,9 @@ def _make_function(op: CustomOp) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            if torch.is_grad_enabled():  # create_graph=True: a second derivative must raise, not be zero in silence
+            if (
+                torch.is_grad_enabled()
+            ):  # create_graph=True: a second derivative must raise, not be zero in silence
                 return backward_once(ctx, torch.empty(0, requires_grad=True), *gradients)
             return backward(ctx, *gradients)
 
@@ -698,16 +750,15 @@ def _check_backward(
                 why="Carry hands a tensor from the forward to the backward arguments",
                 do="declare it Carry in the forward arguments and Mut or Tensor here",
             )
-        if field.kind in (FieldKind.VALUE, FieldKind.DYN) and field.name != NEEDS:
-            if source is None or source.kind is not field.kind:
-                raise ConfigError(
-                    f"{where} has no {field.kind.value} field of the same name in {forward.cls.__name__}",
-                    why="values of the backward op are those of the forward op",
-                    do="declare it in both, or declare it Planned here and decide it in the forward plan",
-                )
-        if field.kind is FieldKind.MUT and (
-            source is None or source.kind not in (FieldKind.CARRY, FieldKind.MUT)
-        ):
+        kind = None if source is None else source.kind
+        is_value = field.kind in (FieldKind.VALUE, FieldKind.DYN) and field.name != NEEDS
+        if is_value and kind is not field.kind:
+            raise ConfigError(
+                f"{where} has no {field.kind.value} field of the same name in {forward.cls.__name__}",
+                why="values of the backward op are those of the forward op",
+                do="declare it in both, or declare it Planned here and decide it in the forward plan",
+            )
+        if field.kind is FieldKind.MUT and kind not in (FieldKind.CARRY, FieldKind.MUT):
             raise ConfigError(
                 f"{where} is Mut, but {forward.cls.__name__} has no Carry or Mut field of that name",
                 why="what the backward op changes must be handed to it by the caller",
@@ -782,6 +833,10 @@ def define(
     op = CustomOp(name, forward, backward, gradients, outputs, version)
     _DEFINED[name] = op
     return op
+
+
+def _op_of(name: str) -> CustomOp:
+    return _DEFINED[name]
 
 
 def defined_ops() -> tuple[CustomOp, ...]:

@@ -187,6 +187,7 @@ class StructuredTensor(torch.Tensor):
     """
 
     _table: ClassVar[PartsTable]
+    _layout_text: str
     _handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
     def __init_subclass__(cls, *, parts: type | None = None, **kwargs: Any) -> None:
@@ -208,18 +209,37 @@ class StructuredTensor(torch.Tensor):
                 why="a structured tensor needs at least one component",
                 do="annotate the components as Tensor or Tensor | None",
             )
+        missing = [
+            n for n in ("shape", "dtype", "decode") if n not in names and not hasattr(parts, n)
+        ]
+        if missing:
+            raise ConfigError(
+                f"{cls.__name__}: {parts.__name__} has no {missing[0]}",
+                why="a structured tensor takes its shape, dtype and plain value from its parts",
+                do=f"give it {missing[0]}, as customop.structured.Parts describes it",
+            )
+        if parts in _STRUCTURED:
+            raise ConfigError(
+                f"{cls.__name__}: {parts.__name__} already belongs to {_STRUCTURED[parts].__name__}",
+                why="an op makes the tensor class from the parts class",
+                do="subclass the parts, or that tensor class",
+            )
         table = PartsTable(parts, components, tuple(n for n in names if n not in components))
         cls._table, cls._handlers = table, {}
         _TABLES[parts], _STRUCTURED[parts] = table, cls
 
     @staticmethod
-    def __new__(cls, parts: Any, *, requires_grad: bool = False) -> StructuredTensor:
+    def __new__(  # noqa: D102
+        cls: type[StructuredTensor], parts: Any, *, requires_grad: bool = False
+    ) -> StructuredTensor:
         return cls._wrap(parts, parts.shape, None, requires_grad)
 
     def __init__(self, parts: Any, *, requires_grad: bool = False) -> None: ...
 
     @classmethod
-    def _wrap(cls, parts: Any, shape: Any, stride: Any, requires_grad: bool = False) -> StructuredTensor:
+    def _wrap(
+        cls, parts: Any, shape: Any, stride: Any, requires_grad: bool = False
+    ) -> StructuredTensor:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
@@ -242,7 +262,8 @@ class StructuredTensor(torch.Tensor):
         """How this tensor stands in an op's token."""
         text = self.__dict__.get("_layout_text")
         if text is None:
-            text = self.__dict__["_layout_text"] = layout_text(self.parts)
+            text = layout_text(self.parts)
+            self._layout_text = text
         return text
 
     def decode(self) -> torch.Tensor:
@@ -265,7 +286,11 @@ class StructuredTensor(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, torch.Tensor], meta: dict[str, Any], outer_size: Any, outer_stride: Any
+        cls,
+        inner: dict[str, torch.Tensor],
+        meta: dict[str, Any],
+        outer_size: Any,
+        outer_stride: Any,
     ) -> StructuredTensor:
         components = {n: inner.get(PREFIX + n) for n in cls._table.components}
         return cls._wrap(cls._table.cls(**components, **meta), outer_size, outer_stride)
@@ -353,7 +378,8 @@ def run_decoded(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return plain[id(tensor)]
 
     result = func(
-        *tree_map_only(StructuredTensor, decode, args), **tree_map_only(StructuredTensor, decode, kwargs)
+        *tree_map_only(StructuredTensor, decode, args),
+        **tree_map_only(StructuredTensor, decode, kwargs),
     )
     written: dict[int, StructuredTensor] = {}
     for position, argument in enumerate(func._schema.arguments):
@@ -401,6 +427,10 @@ def _copy_(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     if same_layout:
         for ours, theirs in zip(flatten(target), flatten(source), strict=True):
             ours.copy_(theirs, *args[2:])
+            if (
+                not ours.is_inference()
+            ):  # below autograd nobody else tells it that the memory has changed
+                torch.autograd.graph.increment_version(ours)
     else:
         value = source.parts.decode() if isinstance(source, StructuredTensor) else source
         _encode(target, value.expand(target.shape))

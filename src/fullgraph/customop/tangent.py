@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from fullgraph.errors import CompileError
 
@@ -33,7 +34,7 @@ class PlainGrad(torch.Tensor):
     plain: torch.Tensor
 
     @staticmethod
-    def __new__(cls, plain: torch.Tensor) -> PlainGrad:
+    def __new__(cls: type[PlainGrad], plain: torch.Tensor) -> PlainGrad:  # noqa: D102
         wrapper = torch.Tensor._make_wrapper_subclass(
             cls, plain.shape, strides=plain.stride(), dtype=plain.dtype, device=plain.device
         )
@@ -58,7 +59,7 @@ class PlainGrad(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        unwrap = torch.utils._pytree.tree_map_only
+        unwrap = tree_map_only
         result = func(
             *unwrap(PlainGrad, lambda t: t.plain, args),
             **unwrap(PlainGrad, lambda t: t.plain, kwargs or {}),
@@ -89,7 +90,7 @@ def declare_tangent(output: torch.Tensor) -> PlainGrad:
         raise CompileError(
             f"{type(output).__name__}: a differentiable structured tensor leaves the compiled region",
             why="its gradient is a plain tensor, which torch converts only with fullgraph's tangent shim, "
-            "and the shim was removed",
+            "and that is not installed",
             do="return customop.to_container(output), or call customop.install_tangent_shim()",
         )
     return PlainGrad(torch.empty(output.shape, dtype=output.dtype, device=output.device))
@@ -100,15 +101,20 @@ def has_tangent_shim() -> bool:
     return getattr(torch.Tensor, _HOOK, None) is _wrap_plain_gradient
 
 
+def can_install_tangent_shim() -> bool:
+    """Whether nobody else has defined the hook on `torch.Tensor`."""
+    return has_tangent_shim() or not hasattr(torch.Tensor, _HOOK)
+
+
 def install_tangent_shim() -> None:
-    """Let plain gradients flow into structured outputs of compiled regions. Done once, on import.
+    """Let plain gradients flow into structured outputs of compiled regions.
+
+    Importing this package does it, unless somebody else has defined the hook.
 
     Raises:
-        CompileError: somebody else already defined the hook on `torch.Tensor`.
+        CompileError: somebody else has defined the hook on `torch.Tensor`.
     """
-    if has_tangent_shim():
-        return
-    if hasattr(torch.Tensor, _HOOK):
+    if not can_install_tangent_shim():
         raise CompileError(
             f"torch.Tensor.{_HOOK} is already defined",
             why="two libraries cannot both convert plain gradients for compiled regions",

@@ -85,7 +85,10 @@ def _source(thing: Any) -> str:
     for candidate in (sys.modules.get(name), thing):
         try:
             return inspect.getsource(candidate)  # type: ignore[arg-type]
-        except (OSError, TypeError):  # a notebook has no module source, a frozen application none at all
+        except (
+            OSError,
+            TypeError,
+        ):  # a notebook has no module source, a frozen application none at all
             continue
     return name
 
@@ -155,9 +158,11 @@ def encode(value: Any, where: str = "value", *, freeze: bool = False) -> str:
     if _is_frozen(value):
         for field in dataclasses.fields(value):
             if field.init:
-                text = f"{text},{field.name}={encode(getattr(value, field.name), where, freeze=True)}"
+                text = (
+                    f"{text},{field.name}={encode(getattr(value, field.name), where, freeze=True)}"
+                )
         return f"new({type_name(type(value))!r}{text})"
-    if hasattr(value, "group_name"):
+    if compat.is_process_group(value):
         return f"group({value.group_name!r})"
     raise _not_a_constant(where, f"a value of type {type(value).__name__}")
 
@@ -304,7 +309,9 @@ def _value(node: ast.expr) -> Any:
         case ast.Tuple(elts=elements):
             return tuple(_value(e) for e in elements)
         case ast.Dict(keys=keys, values=values):
-            return {_value(k): _value(v) for k, v in zip(keys, values, strict=True) if k is not None}
+            return {
+                _value(k): _value(v) for k, v in zip(keys, values, strict=True) if k is not None
+            }
         case ast.Name(id=name) if name in ("inf", "nan"):
             return float(name)
         case ast.Name(id=Slot.DYN.value):
@@ -315,7 +322,9 @@ def _value(node: ast.expr) -> Any:
             return TensorSlot(_value(dtype))
         case ast.Call(func=ast.Name(id=constructor), args=args, keywords=keywords):
             return _construct(
-                constructor, [_value(a) for a in args], {k.arg or "": _value(k.value) for k in keywords}
+                constructor,
+                [_value(a) for a in args],
+                {k.arg or "": _value(k.value) for k in keywords},
             )
     raise CompileError(f"not a token: {ast.unparse(node)}")
 

@@ -9,12 +9,9 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from fullgraph.customop.plan import Plan, TensorSpec
 from fullgraph.customop.structured import flatten, is_parts, layout_text, to_spec
 from fullgraph.errors import CompileError
-
 
 
 class State:
