@@ -140,6 +140,27 @@ def test_copies_between_plain_and_structured():
     assert same(int8(x).copy_(y[:1]), int8(y[:1].expand(3, 4)))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.add_(1),
+        lambda p: p.zero_(),
+        lambda p: p.copy_(torch.ones(3, 4)),
+        lambda p: p.copy_(int8(torch.ones(3, 4))),
+    ],
+    ids=["add_", "zero_", "copy_ plain", "copy_ structured"],
+)
+def test_autograd_notices_a_change_in_place(change):
+    p = parameter(3, 4)
+    y = ops.linear(
+        ops.LinearForward(torch.randn(2, 4).requires_grad_(), p, numerics=ops.Numerics())
+    )
+    with torch.no_grad():
+        change(p)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_a_structure_without_encode_is_read_only():
     with pytest.raises(
         ConfigError, match=r"SplitTensor cannot be changed in place(?s:.)*SplitParts has no encode_"

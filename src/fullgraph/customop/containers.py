@@ -46,7 +46,14 @@ decode_op = define(
 
 
 def decode(x: StructuredTensor) -> Tensor:
-    """The logical tensor of a structured one as a plain tensor; one node, gradient passed straight through."""
+    """The logical tensor of a structured one as a plain tensor; one node, gradient passed straight through.
+
+    Args:
+        x: any structured tensor.
+
+    Returns:
+        `x.dtype` [`x.shape`], dense.
+    """
     return decode_op(DecodeArguments(x))
 
 
@@ -75,6 +82,12 @@ def to_container(x: StructuredTensor) -> Container:
     """Take a structured tensor apart: the way out of a compiled region without the tangent shim.
 
     A function, since Dynamo takes a method of a tensor made in the region for a torch op, which returns tensors only.
+
+    Args:
+        x: any structured tensor.
+
+    Returns:
+        What may leave the region; outside, its `unpack()` and `decode()` are differentiable.
     """
     anchor = torch.ops.fullgraph.anchor(x) if torch.compiler.is_compiling() else _Anchor.apply(x)
     return Container(anchor, x.detach())

@@ -647,48 +647,37 @@ def _plain_gradient(gradient: Any) -> torch.Tensor | None:
 def _make_function(op: CustomOp) -> type[torch.autograd.Function]:
     """The `autograd.Function` of an op: what the front's kernel and eager mode run."""
 
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Gradients of the tensor fields, without a history of their own."""
+    def forward(ctx: Any, call: Call, dyn: Sequence[Any], *tensors: torch.Tensor | None) -> Any:
+        outputs, pool = op.run_forward(call, dyn, tensors)
+        ctx.call, ctx.dyn = call, dyn
+        ctx.state = [pool[i] for i in call.state]
+        ctx.save_for_backward(*[pool[i] for i in call.saved])
+        if call.without_gradient:
+            ctx.mark_non_differentiable(*[outputs[i] for i in call.without_gradient])
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def gradients_of_tensors(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         plain = [_plain_gradient(g) for g in gradients]
         if isinstance(op._backward, StraightThrough):
-            return (
-                None,
-                None,
-                *[plain[0] if n in op._gradients else None for n in op._tensor_names],
-            )
+            return None, None, *[plain[0] if n in op._gradients else None for n in op._tensor_names]
         kept = [*ctx.saved_tensors, *ctx.state]
-        return (
-            None,
-            None,
-            *op.run_backward(ctx.call, ctx.dyn, kept, plain, ctx.needs_input_grad[2:]),
-        )
+        wanted = ctx.needs_input_grad[2:]
+        return None, None, *op.run_backward(ctx.call, ctx.dyn, kept, plain, wanted)
 
     @once_differentiable
-    def backward_once(ctx: Any, witness: torch.Tensor, *gradients: Any) -> Any:
-        """The same, with a history that raises: torch makes one if any argument requires a gradient."""
-        return backward(ctx, *gradients)
+    def once(ctx: Any, witness: torch.Tensor, *gradients: Any) -> Any:
+        """With a history that raises: torch makes one if any argument requires a gradient."""
+        return gradients_of_tensors(ctx, *gradients)
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, call: Call, dyn: Sequence[Any], *tensors: torch.Tensor | None) -> Any:
-            outputs, pool = op.run_forward(call, dyn, tensors)
-            ctx.call, ctx.dyn = call, dyn
-            ctx.state = [pool[i] for i in call.state]
-            ctx.save_for_backward(*[pool[i] for i in call.saved])
-            if call.without_gradient:
-                ctx.mark_non_differentiable(*[outputs[i] for i in call.without_gradient])
-            return outputs[0] if len(outputs) == 1 else outputs
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        # Under create_graph=True a second derivative has to raise, not to be zero in silence.
+        if torch.is_grad_enabled():
+            return once(ctx, torch.empty(0, requires_grad=True), *gradients)
+        return gradients_of_tensors(ctx, *gradients)
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            if (
-                torch.is_grad_enabled()
-            ):  # create_graph=True: a second derivative must raise, not be zero in silence
-                return backward_once(ctx, torch.empty(0, requires_grad=True), *gradients)
-            return backward(ctx, *gradients)
-
-    Function.__name__ = Function.__qualname__ = op.name.partition("::")[2]
-    return Function
+    # Made by name, so that profiles and error messages show the op's.
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(op.name.partition("::")[2], (torch.autograd.Function,), methods)
 
 
 def _check_definition(

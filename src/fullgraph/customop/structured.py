@@ -402,6 +402,14 @@ def _encode(tensor: StructuredTensor, value: torch.Tensor) -> None:
             do="define it, or use an operation that returns a new tensor",
         )
     encode_(value)
+    _mark_changed(tensor)
+
+
+def _mark_changed(tensor: StructuredTensor) -> None:
+    """Tell autograd that the components have changed: below it, where this code runs, nobody else does."""
+    for component in flatten(tensor):
+        if not component.is_inference():
+            torch.autograd.graph.increment_version(component)
 
 
 @StructuredTensor.implements(aten.detach.default, aten.alias.default, aten.clone.default)
@@ -427,10 +435,7 @@ def _copy_(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     if same_layout:
         for ours, theirs in zip(flatten(target), flatten(source), strict=True):
             ours.copy_(theirs, *args[2:])
-            if (
-                not ours.is_inference()
-            ):  # below autograd nobody else tells it that the memory has changed
-                torch.autograd.graph.increment_version(ours)
+        _mark_changed(target)
     else:
         value = source.parts.decode() if isinstance(source, StructuredTensor) else source
         _encode(target, value.expand(target.shape))

@@ -24,13 +24,24 @@ state = State()
 
 
 def set_verify_plans(on: bool) -> None:
-    """Compare the real results of every op with its plan from now on, or no longer."""
+    """Compare the real results of every op with its plan from now on, or no longer.
+
+    Args:
+        on: which of the two.
+    """
     state.on = on
 
 
 @contextlib.contextmanager
 def verify_plans(on: bool = True) -> Iterator[None]:
-    """Compare the real results of every op with its plan inside the context."""
+    """Compare the real results of every op with its plan inside the context.
+
+    Args:
+        on: False to compare nothing inside.
+
+    Yields:
+        None; what was set before is set again afterwards.
+    """
     before = state.on
     set_verify_plans(on)
     try:
