@@ -80,6 +80,12 @@ class PerTensorQuantizer:
                 why="one scale for a whole tensor needs the range of an 8-bit format",
                 do="choose Format.E4M3 for inputs and weights, Format.E5M2 for gradients",
             )
+        if not (isinstance(self.amax_epsilon, (int, float)) and 0 <= self.amax_epsilon < float("inf")):
+            raise ConfigError(
+                f"PerTensorQuantizer: amax_epsilon must be a finite number >= 0, got {self.amax_epsilon!r}",
+                why="it is the lower bound of a magnitude",
+                do="use 0.0, or something like 1e-12",
+            )
 
     def quantize(self, x: Tensor, orientation: Orientation, *, pad: int = 1) -> QuantizedParts:
         """See `Quantizer.quantize`."""
@@ -195,11 +201,6 @@ quantize_op = customop.define(
 )
 
 
-@functools.lru_cache(maxsize=1024)
-def _token(quantizer: Quantizer, orientation: Orientation) -> str:
-    return quantize_op.encode(quantizer=quantizer, orientation=orientation)
-
-
 def quantize(
     x: Tensor, quantizer: Quantizer, orientation: Orientation = ROWWISE
 ) -> QuantizedTensor:
@@ -224,5 +225,13 @@ def quantize(
     """
     if isinstance(x, QuantizedTensor):
         x = x.dequantize()
-    token = None if torch.compiler.is_compiling() else _token(quantizer, orientation)
+    if not isinstance(x, Tensor):
+        raise ConfigError(
+            f"quantize: a tensor is needed, got {type(x).__name__}",
+            why="its dtype and device decide how it is cast",
+            do="convert it with torch.as_tensor",
+        )
+    token = None
+    if not torch.compiler.is_compiling():
+        token = quantize_op.encode(quantizer=quantizer, orientation=orientation)
     return quantize_op(QuantizeArguments(x, quantizer, orientation), token=token)

@@ -186,7 +186,7 @@ def resolve(recipe: Recipe | str) -> Recipe:
             why="it decides how each tensor of a layer is quantized",
             do=f"pass a fullgraph.recipes object or one of {', '.join(BY_NAME)}",
         )
-    if not recipe.numerics_text:
+    if not recipe.numerics_text or not type(recipe).__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ConfigError(
             f"{type(recipe).__name__}: a recipe must be a frozen dataclass",
             why="its numerics are constants of the graph, written down when it is constructed",

@@ -156,7 +156,9 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
 
     @property
     def data(self) -> Tensor:
-        """Payload of the rowwise copy, `quantizer.format.dtype` [..., K]; a view, not padded.
+        """Payload of the rowwise copy, `quantizer.format.dtype` [..., K]; a copy that refuses to be written, not padded.
+
+        Code that writes `parameter.data` means the values, not the bytes; it gets torch's error about inference tensors.
 
         Inside a compiled function Dynamo takes `.data` of any tensor for torch's own attribute, so there it is the
         logical tensor; read payloads outside of compiled code.
@@ -176,7 +178,7 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
 
     @property
     def columnwise_data(self) -> Tensor:
-        """Payload of the columnwise copy, `quantizer.format.dtype` [K, ...]; a view, not padded.
+        """Payload of the columnwise copy, `quantizer.format.dtype` [K, ...]; a copy like `data`, not padded.
 
         Raises:
             ConfigError: it holds no columnwise copy.
@@ -202,6 +204,16 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
         values[index] = value
         self.copy_(values)
 
+    def share_memory_(self) -> QuantizedTensor:
+        """Move payloads and scales to shared memory."""
+        for tensor in flatten(self):
+            tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether payloads and scales are in shared memory."""
+        return all(tensor.is_shared() for tensor in flatten(self))
+
     def _payload(self, payload: Tensor | None, orientation: Orientation) -> Tensor:
         if payload is None:
             raise ConfigError(
@@ -209,7 +221,8 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
                 why="a copy exists only if it was asked for when quantizing",
                 do=f"fg.quantize(x, quantizer, orientation=fg.{orientation.name} or fg.BOTH)",
             )
-        return payload.view(self.part_quantizer.format.dtype)
+        with torch.inference_mode():
+            return payload.view(self.part_quantizer.format.dtype).clone()
 
 
 @QuantizedTensor.implements(aten.view.default, aten._unsafe_view.default)

@@ -361,10 +361,6 @@ def test_recomputation_of_a_function_that_keeps_its_recipe(use_reentrant, backwa
 
 
 @reentrant
-@pytest.mark.xfail(
-    strict=True,
-    reason="eager recomputation outside of the context does not know the recipe of its forward",
-)
 def test_eager_recomputation_outside_the_context(layer, use_reentrant):
     x, grad_output = batch(24)
     got = checkpointed_step(

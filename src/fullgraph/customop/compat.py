@@ -121,3 +121,8 @@ def recompile_error(call: Callable[[], Any]) -> str | None:
     except exc.RecompileError as error:
         return str(error)
     return None
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass right now, as when activation checkpointing runs a layer again."""
+    return torch._C._current_graph_task_id() != -1

@@ -5,7 +5,13 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
+import torch
+from torch import nn
+
+from fullgraph.customop import compat
 from fullgraph.recipes import BY_NAME, Recipe, resolve
+
+_LAST_RECIPE = "_last_recipe"
 
 PLAIN = BY_NAME["bf16"]
 """The recipe outside of any autocast: plain high precision."""
@@ -25,7 +31,8 @@ class autocast:
     """Context manager: layers without a recipe of their own use this one.
 
     It nests, is per thread, and works outside and inside a compiled function (where it may also construct the recipe).
-    It acts when a layer runs forward; backward uses what forward used, wherever it runs.
+    It acts when a layer runs forward; backward uses what forward used, wherever it runs. So does a layer that activation
+    checkpointing runs again; the function `fg.linear` has no memory and needs its recipe passed there.
 
     Args:
         recipe: a recipe, or the name of one.
@@ -55,6 +62,26 @@ class autocast:
     ) -> None:
         assert _STATE.stack is not None
         _STATE.stack = _STATE.stack[1]
+
+
+def recipe_of(layer: nn.Module, own: Recipe | None) -> Recipe:
+    """The recipe with which a layer runs now: its own, else the one in force.
+
+    Activation checkpointing runs a layer again during backward, in eager mode perhaps in another thread and outside of the
+    autocast of its forward. It then takes the recipe of its last forward.
+
+    Args:
+        layer: remembers the recipe of its last forward, in eager mode.
+        own: the recipe that it was constructed with, or None.
+    """
+    if own is not None:
+        return own
+    if torch.compiler.is_compiling():  # a compiled graph holds its recomputation
+        return current_recipe()
+    if compat.is_in_backward():
+        return layer.__dict__.get(_LAST_RECIPE, PLAIN)
+    recipe = layer.__dict__[_LAST_RECIPE] = current_recipe()
+    return recipe
 
 
 def current_recipe() -> Recipe:

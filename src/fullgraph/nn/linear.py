@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullgraph.errors import ConfigError
 from fullgraph.formats import BOTH
-from fullgraph.nn.autocast import current_recipe
+from fullgraph.nn.autocast import current_recipe, recipe_of
 from fullgraph.ops.linear import LinearArguments, linear_op, linear_token
 from fullgraph.quantizers import quantize
 from fullgraph.recipes import Recipe, Role, resolve
@@ -37,10 +38,16 @@ def linear(
 
     Raises:
         ShapeError: shapes that do not fit.
-        ConfigError: another dtype, or an unknown recipe.
+        ConfigError: another dtype, no tensor, or an unknown recipe.
 
     Numerics: each gradient has the dtype of its tensor. Sizes need not be multiples of anything: the op pads inside.
     """
+    if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
+        raise ConfigError(
+            f"linear: input and weight must be tensors, got {type(input).__name__} and {type(weight).__name__}",
+            why="their dtype, device and shape decide how the op runs",
+            do="convert them with torch.as_tensor",
+        )
     recipe = current_recipe() if recipe is None else resolve(recipe)
     device = input.device.type
     dtype = input.dtype
@@ -115,7 +122,11 @@ class Linear(nn.Linear):
         """
         bias = None if self.return_bias else self.bias
         output = linear(
-            input, self.weight, bias, recipe=self.recipe, quantized_output=quantized_output
+            input,
+            self.weight,
+            bias,
+            recipe=recipe_of(self, self.recipe),
+            quantized_output=quantized_output,
         )
         return (output, self.bias) if self.return_bias else output
 
