@@ -126,7 +126,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), metavar="MxKxN")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(arguments)
-    results: dict[str, Any] = {"date": datetime.date.today().isoformat(), **environment(), "shapes": {}}
+    results: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        **environment(),
+        "shapes": {},
+    }
     print("  ".join(f"{k} {v}" for k, v in results.items() if k != "shapes"))
     for shape in options.shapes:
         row = results["shapes"][shape] = run_shape(*(int(size) for size in shape.split("x")))
@@ -134,7 +138,9 @@ def main(arguments: list[str] | None = None) -> None:
         for name, ms in row["ms"].items():
             errors = " ".join(f"{100 * e:.2f}%" for e in row["errors"].get(name, ()))
             spread = f"{ms['p10']:.3f}..{ms['p90']:.3f}"
-            print(f"{shape:17} {name:32} {ms['median']:8.3f} ms ({spread})  {bf16 / ms['median']:5.2f}x  {errors}")
+            print(
+                f"{shape:17} {name:32} {ms['median']:8.3f} ms ({spread})  {bf16 / ms['median']:5.2f}x  {errors}"
+            )
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 

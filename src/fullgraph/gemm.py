@@ -150,7 +150,10 @@ def _scaled_mm(
     a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
     # cuBLASLt wants pointers aligned to 16 bytes; a view into somebody's larger tensor may not be.
-    a, b = (o if o.data.data_ptr() % 16 == 0 else dataclasses.replace(o, data=o.data.clone()) for o in (a, b))
+    a, b = (
+        o if o.data.data_ptr() % 16 == 0 else dataclasses.replace(o, data=o.data.clone())
+        for o in (a, b)
+    )
     return scaled_mm(
         a.data.view(a.format.dtype),
         b.data.view(b.format.dtype).t(),

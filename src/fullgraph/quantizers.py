@@ -80,7 +80,9 @@ class PerTensorQuantizer:
                 why="one scale for a whole tensor needs the range of an 8-bit format",
                 do="choose Format.E4M3 for inputs and weights, Format.E5M2 for gradients",
             )
-        if not (isinstance(self.amax_epsilon, (int, float)) and 0 <= self.amax_epsilon < float("inf")):
+        if not (
+            isinstance(self.amax_epsilon, (int, float)) and 0 <= self.amax_epsilon < float("inf")
+        ):
             raise ConfigError(
                 f"PerTensorQuantizer: amax_epsilon must be a finite number >= 0, got {self.amax_epsilon!r}",
                 why="it is the lower bound of a magnitude",

@@ -156,9 +156,10 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
 
     @property
     def data(self) -> Tensor:
-        """Payload of the rowwise copy, `quantizer.format.dtype` [..., K]; a copy that refuses to be written, not padded.
+        """Payload of the rowwise copy, `quantizer.format.dtype` [..., K]; a copy that refuses to be written.
 
-        Code that writes `parameter.data` means the values, not the bytes; it gets torch's error about inference tensors.
+        Not padded. Code that writes `parameter.data` means the values, not the bytes; it gets torch's error about
+        inference tensors.
 
         Inside a compiled function Dynamo takes `.data` of any tensor for torch's own attribute, so there it is the
         logical tensor; read payloads outside of compiled code.

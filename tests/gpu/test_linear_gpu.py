@@ -1,12 +1,20 @@
-"""The linear layer on a GPU: compiled equals eager, in default mode and under CUDA graphs; any shape; the native GEMMs."""
+"""The linear layer on a GPU: compiled equals eager, also under CUDA graphs; any shape; the native GEMMs."""
 
 import pytest
 import torch
-from linear_cases import MATRIX, Case, assert_linear_in_budget, assert_same_results, batch, run, step
 from torch._dynamo.utils import counters
 
 import fullgraph as fg
 from fullgraph import gemm, kernels
+from linear_cases import (
+    MATRIX,
+    Case,
+    assert_linear_in_budget,
+    assert_same_results,
+    batch,
+    run,
+    step,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,7 +96,9 @@ VIEWS = {
     "transposed": lambda x: x.t().contiguous().t(),
     "misaligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
     "every second": lambda x: x.repeat_interleave(2, 1)[:, ::2],
-    "three dimensions, swapped": lambda x: x.view(5, 10, -1).transpose(0, 1).contiguous().transpose(0, 1),
+    "three dimensions, swapped": lambda x: (
+        x.view(5, 10, -1).transpose(0, 1).contiguous().transpose(0, 1)
+    ),
 }
 
 

@@ -17,9 +17,7 @@ PADDED = fg.recipes.Float8CurrentScaling(amax_epsilon=2e-30)
 def results(recipe, shape, quantized_input, quantized_weight):
     torch.manual_seed(0)
     *leading, k, n = shape
-    layer = fg.Linear(
-        k, n, dtype=torch.bfloat16, recipe=recipe, quantized_weight=quantized_weight
-    )
+    layer = fg.Linear(k, n, dtype=torch.bfloat16, recipe=recipe, quantized_weight=quantized_weight)
     x = torch.randn(*leading, k, dtype=torch.bfloat16, requires_grad=True)
     quantizer = fg.PerTensorQuantizer(fg.Format.E4M3)
     output = layer(fg.quantize(x, quantizer) if quantized_input else x)
@@ -30,7 +28,9 @@ def results(recipe, shape, quantized_input, quantized_weight):
 @pytest.mark.parametrize("quantized_weight", [False, True])
 @pytest.mark.parametrize("quantized_input", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_padded_operands_give_the_same_values(monkeypatch, shape, quantized_input, quantized_weight):
+def test_padded_operands_give_the_same_values(
+    monkeypatch, shape, quantized_input, quantized_weight
+):
     expected = results(UNPADDED, shape, quantized_input, quantized_weight)
     contractions = []
 

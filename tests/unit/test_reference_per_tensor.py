@@ -172,7 +172,10 @@ def test_orientations_and_padding(orientation, pad, shape):
     rowwise, columnwise, _ = reference.cast_per_tensor(
         x, reference.amax(x), Format.E4M3, orientation=orientation, pad=pad
     )
-    (rows, columns), (padded_rows, padded_columns) = shape, (-(-size // pad) * pad for size in shape)
+    (rows, columns), (padded_rows, padded_columns) = (
+        shape,
+        (-(-size // pad) * pad for size in shape),
+    )
     expected = torch.zeros((padded_rows, padded_columns), dtype=torch.uint8)
     data, _ = oracles.cast_per_tensor(x, reference.amax(x).item(), "E4M3")
     expected[:rows, :columns] = torch.from_numpy(data)

@@ -689,3 +689,12 @@ def test_memory_is_freed():
     del q
     gc.collect()
     assert [w() for w in watched] == [None] * 3
+
+
+def test_payloads_refuse_to_be_written():
+    weight = nn.Parameter(fg.quantize(torch.randn(4, 16), E4M3, fg.BOTH))
+    before = weight.dequantize().detach().clone()
+    for write in (lambda d: d.copy_(torch.zeros(4, 16)), lambda d: d.zero_(), lambda d: d.fill_(1)):
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            write(weight.data)
+    assert_same_bits(weight.dequantize(), before)

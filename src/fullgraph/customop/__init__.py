@@ -1,7 +1,8 @@
 """Custom ops with dataclass arguments: one graph node forward, one backward.
 
 Start with README.md beside this file. The reading order of the code is `fields`, `token`, `plan`, `structured`,
-`lean`, `op`; then `tangent`, `containers`, `verify`, `check`, `graphs`. Nothing here knows about low precision.
+`lean`, `definition`, `op`; then `tangent`, `containers`, `verify`, `check`, `graphs`. Nothing here knows about
+low precision.
 """
 
 from fullgraph.customop.check import cuda_graph_lint

@@ -11,7 +11,16 @@ from typing import Any, cast
 import torch
 from torch._functorch import config as functorch_config
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.symbolic_shapes import has_static_value as has_static_value
+
+
+def is_traced_symbol(value: int) -> bool:
+    """Whether Dynamo, which traces this very call, takes an integer for a symbol; False outside of a trace."""
+    if not torch.compiler.is_compiling():
+        return False
+    # Not at the top: it loads sympy, a third of a second, which every trace has loaded by now.
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(value)
 
 
 def is_process_group(value: Any) -> bool:
@@ -46,11 +55,6 @@ def mark_no_version_check(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         for proxy in proxy_tensor._get_proxies(tensor):
             proxy.node.meta["saved_tensor_with_no_vc_check"] = True
-
-
-def is_symbolic(shape: Iterable[Any]) -> bool:
-    """Whether any size is symbolic, so that a plan for it cannot be cached by value."""
-    return any(isinstance(size, torch.SymInt) for size in shape)
 
 
 def compile_graph(

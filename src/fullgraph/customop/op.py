@@ -22,9 +22,10 @@ from torch.autograd.function import once_differentiable
 
 from fullgraph._version import __version__
 from fullgraph.customop import compat, verify
-from fullgraph.customop.fields import NEEDS, FieldKind, FieldTable, read_fields
+from fullgraph.customop.definition import Definition
+from fullgraph.customop.fields import NEEDS, FieldKind, read_fields
 from fullgraph.customop.lean import TAGS, LeanCall, LeanOp, layout
-from fullgraph.customop.plan import Pass, Plan, TensorSpec
+from fullgraph.customop.plan import Pass, TensorSpec
 from fullgraph.customop.structured import (
     FRONTS,
     StructuredTensor,
@@ -120,33 +121,27 @@ class CustomOp:
         self._forward, self._backward = forward, backward
         self._gradients, self._outputs = gradients, outputs
         passes = [p for p in (forward, backward) if isinstance(p, Pass)]
-        digest = source_digest(
-            define, LeanOp, encode, *[x for p in passes for x in (p.arguments, p.plan)]
-        )
+        ours = (define, LeanOp, encode, flatten)  # what the shape of the graphs depends on
+        digest = source_digest(*ours, *[x for p in passes for x in (p.arguments, p.plan)])
         self._salt = f"salt={f'{__version__}/{version}/{digest}'!r}"
         self._table = read_fields(forward.arguments)
         self._backward_table = (
             read_fields(backward.arguments) if isinstance(backward, Pass) else None
         )
-        _check_definition(name, self._table, self._backward_table, gradients, outputs)
+        self._definition = Definition(name, self._table, self._backward_table, gradients, outputs)
+        self._definition.check()
 
         kinds = (FieldKind.TENSOR, FieldKind.MUT, FieldKind.CARRY)
         self._tensor_names = self._table.names(*kinds)
         self._gradient_fields = [(i, n) for i, n in enumerate(self._tensor_names) if n in gradients]
         required = [i for i, f in enumerate(self._table.of(*kinds)) if not f.optional]
         self._lead = required[0] if required else 0
-        handed_on = self._table.names(FieldKind.CARRY, FieldKind.MUT)
-        self._handed_on = [
-            n for n in handed_on if self._backward_table and self._backward_table.get(n)
-        ]
         self._dyn_names = self._table.names(FieldKind.DYN)
         self._value_names = tuple(n for n in self._table.names(FieldKind.VALUE) if n != NEEDS)
         self._has_needs = self._table.get(NEEDS) is not None
         self._calls: dict[Any, Call] = {}
         CACHES.append(self._calls)
         self._register()
-
-    # -- registration -------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
         namespace, _, name = self.name.partition("::")
@@ -183,8 +178,6 @@ class CustomOp:
 
     def _front_kernel(self, token: str, dyn: Sequence[Any], *tensors: torch.Tensor | None) -> Any:
         return self.apply(token, dyn, tensors)
-
-    # -- public -------------------------------------------------------------------------------------------------
 
     @property
     def fwd_op(self) -> Any:
@@ -276,8 +269,6 @@ class CustomOp:
 
         check(self, arguments)
 
-    # -- the eager path, and the front's kernel while tracing ------------------------------------------------------
-
     def apply(self, token: str, dyn: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> Any:
         """Run the op on a token, `Dyn` integers and the tensors in field order."""
         needs: tuple[str, ...] = ()
@@ -360,7 +351,7 @@ class CustomOp:
             arguments.__dict__[field.name] = None if field.kind is FieldKind.CARRY else spec
         num_inputs = slots.count
         plan = self._forward.plan(arguments)
-        self._check_plan(plan)
+        self._definition.check_plan(plan)
         results = _Slots(num_inputs)
         for name, spec in plan.results.items():
             results.add(name, spec)
@@ -371,8 +362,8 @@ class CustomOp:
             saved.update({n: results[n] for n in plan.saved})
             saved.update({n: slots[source] for n, source in plan.saved_inputs.items()})
             saved.update({n: results[source] for n, source in plan.saved_outputs.items()})
-            state.update({n: slots[n] for n in self._handed_on})
-            self._check_kept(
+            state.update({n: slots[n] for n in self._definition.handed_on})
+            self._definition.check_kept(
                 plan, {n for n, (_, form) in {**saved, **state}.items() if form is not None}
             )
         outputs = [plan.outputs.get(name) for name in self._outputs]
@@ -409,80 +400,6 @@ class CustomOp:
             changing=slots.all(*self._table.names(FieldKind.MUT, FieldKind.CARRY)),
         )
 
-    def _check_plan(self, plan: Plan) -> None:
-        """The names of a forward plan must fit the definition."""
-        unknown = [n for n in plan.outputs if n not in self._outputs]
-        if unknown or (len(self._outputs) == 1 and plan.outputs.get(self._outputs[0]) is None):
-            raise CompileError(
-                f"{self.name}: the plan has the outputs {list(plan.outputs)}, defined are {list(self._outputs)}",
-                why="the number of outputs is part of the op",
-                do="name them in define(outputs=...); only one of several may be left out",
-            )
-        for name in plan.saved:
-            if name in plan.outputs:
-                raise CompileError(
-                    f"{self.name}: the plan has {name!r} both as an output and as saved",
-                    why="results go by name",
-                    do="save an output with saved_outputs, or rename one of them",
-                )
-        if self._backward_table is None:
-            return
-        planned = self._backward_table.names(FieldKind.PLANNED)
-        if set(planned) != set(plan.values):
-            raise CompileError(
-                f"{self.name}: the plan has the values {sorted(plan.values)}, "
-                f"{self._backward_table.cls.__name__} declares {sorted(planned)}",
-                why="a Planned field of the backward arguments takes the plan's value of its name",
-                do="give the plan exactly these values",
-            )
-        for name, value in plan.values.items():
-            encode(value, f"{self.name}.{name}")  # raises for what could not be a constant
-        for name, source in plan.saved_inputs.items():
-            field = self._table.get(source)
-            if field is None or field.kind is not FieldKind.TENSOR:
-                raise CompileError(
-                    f"{self.name}: the plan saves the input {source!r} as {name!r}, which is no Tensor field of "
-                    f"{self._table.cls.__name__}",
-                    why="only a tensor that the op reads can be saved as it is",
-                    do=f"choose from {list(self._table.names(FieldKind.TENSOR))}; a Mut or Carry field reaches the "
-                    "backward field of its own name anyway",
-                )
-        for name, source in plan.saved_outputs.items():
-            if plan.outputs.get(source) is None:
-                raise CompileError(
-                    f"{self.name}: the plan saves the output {source!r} as {name!r}, but makes no such output",
-                    why="only an output that the plan makes can be saved",
-                    do=f"choose from {list(plan.outputs)}",
-                )
-
-    def _check_kept(self, plan: Plan, kept: set[str]) -> None:
-        """What the forward call keeps must fit the backward arguments, exactly."""
-        table = self._backward_table
-        assert table is not None
-        saved = [*plan.saved, *plan.saved_inputs, *plan.saved_outputs]
-        for name in saved:
-            field = table.get(name)
-            if field is None or field.kind not in (FieldKind.TENSOR, FieldKind.MUT):
-                raise CompileError(
-                    f"{self.name}: the plan saves {name!r}, which is no tensor field of {table.cls.__name__}",
-                    why="every saved tensor is for the backward field of the same name",
-                    do="declare the field, or do not save it",
-                )
-            if saved.count(name) + (name in self._handed_on) > 1:
-                raise CompileError(
-                    f"{self.name}: {table.cls.__name__}.{name} would get two tensors",
-                    why="a field is filled once: from saved, saved_inputs, saved_outputs, or a Carry or Mut field",
-                    do="rename one of them",
-                )
-        arriving = kept | {f"grad_{n}" for n, spec in plan.outputs.items() if spec is not None}
-        for field in table.of(FieldKind.TENSOR, FieldKind.MUT):
-            if not field.optional and field.name not in arriving:
-                raise CompileError(
-                    f"{self.name}: backward field {field.name} has no tensor",
-                    why="the forward plan does not save it, and no Carry or Mut field of its name has one",
-                    do=f"save {field.name!r} in the plan, or declare the field `| None`",
-                )
-
     def _check_token(self, arguments: Any, token: str) -> None:
         """With a token the value fields of the arguments are not read; where set, they must agree."""
         values = parse(token)
@@ -494,8 +411,6 @@ class CustomOp:
                     why="with token=... the op reads its values from the token",
                     do="encode again after a change of configuration",
                 )
-
-    # -- backward -------------------------------------------------------------------------------------------------
 
     def run_backward(
         self,
@@ -678,88 +593,6 @@ def _make_function(op: CustomOp) -> type[torch.autograd.Function]:
     # Made by name, so that profiles and error messages show the op's.
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(op.name.partition("::")[2], (torch.autograd.Function,), methods)
-
-
-def _check_definition(
-    name: str,
-    forward: FieldTable,
-    backward: FieldTable | None,
-    gradients: tuple[str, ...],
-    outputs: tuple[str, ...],
-) -> None:
-    """Refuse a definition that could only fail later; every message names class, field and remedy."""
-    cls = forward.cls.__name__
-    if len(set(outputs)) != len(outputs) or not outputs:
-        raise ConfigError(
-            f"define {name}: outputs must be one or more different names, got {outputs}",
-            why="plan, execute and backward arguments name each output",
-            do="name each output once",
-        )
-    for field in forward.of(FieldKind.PLANNED):
-        raise ConfigError(
-            f"define {name}: {cls}.{field.name} is Planned",
-            why="the forward plan decides Planned values, so they are arguments of the backward pass only",
-            do="declare it there, and give it its value in Plan(values=...)",
-        )
-    if not forward.of(*_TENSORS[:2]):
-        raise ConfigError(
-            f"define {name}: {cls} has no tensor field",
-            why="the op takes device and shapes from its tensors",
-            do="declare at least one field as Tensor or Mut[Tensor]",
-        )
-    if len(set(gradients)) != len(gradients):
-        raise ConfigError(
-            f"define {name}: gradients has a name twice: {gradients}",
-            why="each names a field of the forward arguments",
-            do="name each field once",
-        )
-    for field_name in gradients:
-        field = forward.get(field_name)
-        if field is None or field.kind is not FieldKind.TENSOR:
-            kind = "no field" if field is None else f"a {field.kind.value} field"
-            raise ConfigError(
-                f"define {name}: gradients names {field_name!r}, which is {kind} of {cls}",
-                why="only tensors that the op reads can have a gradient",
-                do=f"choose from {list(forward.names(FieldKind.TENSOR))}",
-            )
-    if backward is not None:
-        _check_backward(name, forward, backward, outputs)
-
-
-def _check_backward(
-    name: str, forward: FieldTable, backward: FieldTable, outputs: tuple[str, ...]
-) -> None:
-    cls = backward.cls.__name__
-    for field in backward.fields:
-        source = forward.get(field.name)
-        where = f"define {name}: {cls}.{field.name}"
-        if field.kind is FieldKind.CARRY:
-            raise ConfigError(
-                f"{where} is a Carry",
-                why="Carry hands a tensor from the forward to the backward arguments",
-                do="declare it Carry in the forward arguments and Mut or Tensor here",
-            )
-        kind = None if source is None else source.kind
-        is_value = field.kind in (FieldKind.VALUE, FieldKind.DYN) and field.name != NEEDS
-        if is_value and kind is not field.kind:
-            raise ConfigError(
-                f"{where} has no {field.kind.value} field of the same name in {forward.cls.__name__}",
-                why="values of the backward op are those of the forward op",
-                do="declare it in both, or declare it Planned here and decide it in the forward plan",
-            )
-        if field.kind is FieldKind.MUT and kind not in (FieldKind.CARRY, FieldKind.MUT):
-            raise ConfigError(
-                f"{where} is Mut, but {forward.cls.__name__} has no Carry or Mut field of that name",
-                why="what the backward op changes must be handed to it by the caller",
-                do=f"declare {field.name}: Carry[Tensor] in {forward.cls.__name__}",
-            )
-    missing = [f"grad_{o}" for o in outputs if backward.get(f"grad_{o}") is None]
-    if missing:
-        raise ConfigError(
-            f"define {name}: {cls} has no field {missing[0]}",
-            why="the gradient of each output arrives in the field grad_<output>",
-            do=f"declare {missing[0]}: Tensor",
-        )
 
 
 def define(

@@ -133,7 +133,7 @@ def encode(value: Any, where: str = "value", *, freeze: bool = False) -> str:
     if value is None or isinstance(value, (bool, str)):
         return f"{value!r}"
     if isinstance(value, int):
-        if not freeze and not compat.has_static_value(value):
+        if not freeze and compat.is_traced_symbol(value):
             return f"symbolic({where!r})"
         return f"{int(value)!r}"
     if isinstance(value, float):

@@ -20,7 +20,9 @@ PLAIN = BY_NAME["bf16"]
 class _State(threading.local):
     """The recipes in force in this thread, innermost first: (recipe, (recipe, ... None))."""
 
-    def __init__(self) -> None:  # an instance attribute: Dynamo of torch 2.11 does not see past a class one
+    def __init__(
+        self,
+    ) -> None:  # an instance attribute: Dynamo of torch 2.11 does not see past a class one
         self.stack: tuple | None = None
 
 
@@ -31,8 +33,8 @@ class autocast:
     """Context manager: layers without a recipe of their own use this one.
 
     It nests, is per thread, and works outside and inside a compiled function (where it may also construct the recipe).
-    It acts when a layer runs forward; backward uses what forward used, wherever it runs. So does a layer that activation
-    checkpointing runs again; the function `fg.linear` has no memory and needs its recipe passed there.
+    It acts when a layer runs forward; backward uses what forward used, wherever it runs. So does a layer that
+    activation checkpointing runs again; the function `fg.linear` has no memory and needs its recipe passed there.
 
     Args:
         recipe: a recipe, or the name of one.
@@ -67,8 +69,8 @@ class autocast:
 def recipe_of(layer: nn.Module, own: Recipe | None) -> Recipe:
     """The recipe with which a layer runs now: its own, else the one in force.
 
-    Activation checkpointing runs a layer again during backward, in eager mode perhaps in another thread and outside of the
-    autocast of its forward. It then takes the recipe of its last forward.
+    Activation checkpointing runs a layer again during backward, in eager mode perhaps in another thread and outside of
+    the autocast of its forward. It then takes the recipe of its last forward.
 
     Args:
         layer: remembers the recipe of its last forward, in eager mode.

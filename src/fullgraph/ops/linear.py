@@ -26,8 +26,8 @@ from fullgraph._version import __version__
 from fullgraph.customop import FROM_TOKEN, Pass, Plan, Planned, TensorSpec
 from fullgraph.customop.token import Encoded
 from fullgraph.errors import ConfigError, ShapeError, describe
-from fullgraph.gemm import GemmBackend
 from fullgraph.formats import BOTH, COLUMNWISE, ROWWISE, Orientation
+from fullgraph.gemm import GemmBackend
 from fullgraph.recipes import LinearNumerics
 from fullgraph.tensor import HIGH_PRECISION, QuantizedParts, Quantizer
 
@@ -378,7 +378,9 @@ def linear_token(numerics_text: str, output_dtype: torch.dtype, quantized_output
 
 def _encode(numerics_text: str, output_dtype: torch.dtype, quantized_output: bool) -> str:
     return linear_op.encode(
-        numerics=Encoded(numerics_text), output_dtype=output_dtype, quantized_output=quantized_output
+        numerics=Encoded(numerics_text),
+        output_dtype=output_dtype,
+        quantized_output=quantized_output,
     )
 
 
