@@ -88,10 +88,13 @@ class Report:
     Args:
         num_linears: `fg.Linear` modules in the model; None if what was explained is no module.
         num_graphs: graphs of the first call; 1 if nothing breaks them.
-        graph_breaks, break_reasons: how often a graph broke, and torch's reasons with file and line.
-        forward_nodes, backward_nodes: nodes of our ops in the forward and in the backward graphs of the first call.
+        graph_breaks: how often a graph broke.
+        break_reasons: torch's reasons, with file and line.
+        forward_nodes: nodes of our ops in the forward graphs of the first call.
+        backward_nodes: the same for the backward graphs.
         recomputed_nodes: nodes of our forward ops in backward graphs (activation checkpointing).
-        recompiles, recompile_reasons: graphs that the second call added, and the guards that failed.
+        recompiles: graphs that the second call added.
+        recompile_reasons: the guards that failed.
         nodes: every node, in the order of the graphs.
     """
 

@@ -32,10 +32,14 @@ class LinearNumerics:
     fprop reads input and weight, dgrad reads grad_output and weight, wgrad reads grad_output and input.
 
     Args:
-        input, weight, grad_output: quantizer of that tensor, or None for high precision.
+        input: its quantizer, or None for high precision.
+        weight: likewise.
+        grad_output: likewise.
         output: quantizer of a quantized output, used on request.
-        fprop_split_accumulator, dgrad_split_accumulator, wgrad_split_accumulator: whether that GEMM promotes its
-            partial sums to float32 often (slower, more exact). Matters to the native FP8 GEMMs of Ada and Hopper.
+        fprop_split_accumulator: whether fprop promotes its partial sums to float32 often (slower, more exact); matters
+            to the native FP8 GEMMs of Ada and Hopper.
+        dgrad_split_accumulator: the same for dgrad.
+        wgrad_split_accumulator: the same for wgrad.
     """
 
     input: Quantizer | None = None
@@ -108,7 +112,9 @@ class Float8CurrentScaling(Recipe):
         backward_format: format of output gradients; E5M2 makes the recipe "hybrid".
         power_of_two: round every scale down to a power of two.
         amax_epsilon: lower bound of every amax.
-        fprop_split_accumulator, dgrad_split_accumulator, wgrad_split_accumulator: see `LinearNumerics`.
+        fprop_split_accumulator: see `LinearNumerics`.
+        dgrad_split_accumulator: see `LinearNumerics`.
+        wgrad_split_accumulator: see `LinearNumerics`.
 
     Numerics: relative error of a GEMM about 3.7 % (E4M3 operands) or 5.9 % (with an E5M2 one).
     Source: TransformerEngine 2.20, common/recipe/__init__.py, Float8CurrentScaling.

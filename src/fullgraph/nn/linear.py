@@ -66,7 +66,8 @@ class Linear(nn.Linear):
         in_features: K.
         out_features: N.
         bias: whether there is a bias [N].
-        device, dtype: of the parameters; float32, bfloat16 or float16.
+        device: of the parameters.
+        dtype: of the parameters; float32, bfloat16 or float16.
         recipe: a recipe or its name; None takes the one of the enclosing `fg.autocast`, else plain high precision.
         quantized_weight: the weight Parameter itself is a `QuantizedTensor`; optimizers update it in place.
         return_bias: return (output, bias) and leave the addition to the caller.
