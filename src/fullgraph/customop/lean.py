@@ -40,6 +40,9 @@ KERNELS: dict[Any, Callable[..., Any]] = {}
 
 _shape_of = operator.attrgetter("shape")
 
+AUTOCAST_DEVICES = ("cpu", "cuda")
+"""Where `torch.autocast` must not reach into an op."""
+
 TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
@@ -251,6 +254,10 @@ class LeanOp:
         # Always called where autograd does not record: spare it torch's fallback, which would look into that.
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"{namespace}::{name}", kernel(self._fake), lib=library)
+        packet = getattr(getattr(torch.ops, namespace), base)
+        for device in AUTOCAST_DEVICES:
+            without = _without_autocast(packet, overload or "default", device)
+            library.impl(name, without, f"Autocast{device.upper()}")
         made = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
         KERNELS[made] = real
         return made
@@ -351,6 +358,19 @@ class LeanOp:
         if arguments is None:
             arguments = self._bindings[meta] = bind(self._table, meta)
         return arguments
+
+
+def _without_autocast(packet: Any, overload: str, device: str) -> Callable[..., Any]:
+    """A kernel that runs the op as a compiled graph would: `torch.autocast` does not reach inside.
+
+    In eager mode it would, and cast the operands of operations inside of `execute`; in a compiled graph it is off.
+    """
+
+    def run(*arguments: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return getattr(packet, overload)(*arguments)
+
+    return run
 
 
 _FIXED: dict[int | None, Callable[[Sequence[torch.Tensor]], Any]] = {

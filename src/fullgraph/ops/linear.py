@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,13 +84,11 @@ class Decisions:
         gemms: name of each GEMM that runs -> its backend, or None for high precision.
         copies: operand -> the copies that are made of it by quantizing here; absent ones are not quantized.
         pad: what the contraction of every copy is padded to a multiple of.
-        device: where all of it happens.
     """
 
     gemms: dict[str, GemmBackend | None]
     copies: dict[str, Orientation]
     pad: int
-    device: torch.device
 
 
 def plan_forward(a: Any) -> Plan:
@@ -134,29 +131,10 @@ def plan_forward(a: Any) -> Plan:
             "weight_dtype": a.weight.dtype,
             "bias_dtype": None if a.bias is None else a.bias.dtype,
         },
-        decisions=Decisions({"fprop": backend}, copies, gemm.alignment(device), device),
+        decisions=Decisions({"fprop": backend}, copies, gemm.alignment(device)),
     )
 
 
-def _without_autocast(execute: Callable[[Plan, Any], Any]) -> Callable[[Plan, Any], Any]:
-    """Run the GEMMs in the dtypes that they are written in.
-
-    In eager mode `torch.autocast` is still on inside an op, and would round sums of codes to its own dtype; in a
-    compiled graph it is not.
-    """
-
-    @functools.wraps(execute)
-    def run(plan: Plan, a: Any) -> Any:
-        device = plan.decisions.device.type
-        if not torch.is_autocast_enabled(device):
-            return execute(plan, a)
-        with torch.autocast(device, enabled=False):
-            return execute(plan, a)
-
-    return run
-
-
-@_without_autocast
 def forward(plan: Plan, a: Any) -> dict[str, Any]:
     """Execute a forward plan on `LinearArguments` of tensors and parts."""
     numerics, decisions = a.numerics, plan.decisions
@@ -215,10 +193,9 @@ def plan_backward(a: Any) -> Plan:
             gemms.get("wgrad") is not None,
         )
     )
-    return Plan(outputs, decisions=Decisions(gemms, copies, gemm.alignment(device), device))
+    return Plan(outputs, decisions=Decisions(gemms, copies, gemm.alignment(device)))
 
 
-@_without_autocast
 def backward(plan: Plan, a: Any) -> dict[str, Tensor]:
     """Execute a backward plan on `LinearBackwardArguments` of tensors and parts."""
     numerics, decisions = a.numerics, plan.decisions
