@@ -155,7 +155,7 @@ def explain(
         The report. Graph breaks are reported, not raised.
 
     Raises:
-        ConfigError: `function` is not callable.
+        ConfigError: `function` is not callable, or `again` is no tuple.
 
     Example:
         >>> layer = fullgraph.Linear(32, 8, recipe="fp8-current")
@@ -170,6 +170,12 @@ def explain(
             f"explain: a module or a function is needed, got {type(function).__name__}",
             why="it is compiled and run once with the inputs",
             do="pass the model and its inputs separately: fg.explain(model, x)",
+        )
+    if again is not None and not isinstance(again, (tuple, list)):
+        raise ConfigError(
+            f"explain: again must be a tuple of arguments, got {type(again).__name__}",
+            why="it holds all positional arguments of a second call",
+            do="pass again=(x,)",
         )
     recorder = GraphRecorder()
     run = torch.compile(isolated(function), backend=recorder, dynamic=dynamic)

@@ -197,3 +197,8 @@ def test_the_report_prints_and_is_data():
 def test_not_callable():
     with pytest.raises(ConfigError, match="explain: a module or a function is needed, got Tensor"):
         explain(torch.ones(2))
+
+
+def test_again_must_be_a_tuple():
+    with pytest.raises(ConfigError, match="again must be a tuple of arguments, got Tensor"):
+        fg.explain(fg.Linear(8, 8), torch.ones(2, 8), again=torch.ones(3, 8))
