@@ -201,4 +201,4 @@ def test_not_callable():
 
 def test_again_must_be_a_tuple():
     with pytest.raises(ConfigError, match="again must be a tuple of arguments, got Tensor"):
-        fg.explain(fg.Linear(8, 8), torch.ones(2, 8), again=torch.ones(3, 8))
+        explain(Linear(8, 8), torch.ones(2, 8), again=torch.ones(3, 8))
