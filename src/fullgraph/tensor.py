@@ -119,8 +119,6 @@ class QuantizedParts:
         new = self.quantizer.quantize(value.to(self.dtype), self.orientation)
         for ours, theirs in zip(flatten(self), flatten(new), strict=True):
             ours.copy_(theirs)
-            if not ours.is_inference():  # so that autograd sees that what it saved has changed
-                torch.autograd.graph.increment_version(ours)
 
 
 class QuantizedTensor(StructuredTensor, parts=QuantizedParts):

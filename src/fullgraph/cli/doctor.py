@@ -133,7 +133,7 @@ def _problems(
         problems.append(
             Problem(
                 "the tangent shim is off, so a differentiable quantized output cannot leave a graph",
-                "call fullgraph.customop.install_tangent_shim(), or return output.to_container()",
+                "call fullgraph.customop.install_tangent_shim(), or return customop.to_container(output)",
                 blocks=False,
             )
         )
