@@ -177,6 +177,58 @@ class Orientation(enum.Enum):
         return self is not Orientation.ROWWISE
 
 
+class Scaling(enum.Enum):
+    """Which elements of a GEMM operand [rows, contraction] share a decode scale, and how the scales are stored.
+
+    They are stored as GEMMs read them. A columnwise copy is the operand of the transpose, so the table holds for it with
+    rows and contraction exchanged. `QuantizedTensor.scale_inv` shows them as [rows, blocks].
+
+    ============= ================= ============================================================================
+    member        one scale for     stored as
+    ============= ================= ============================================================================
+    TENSOR        the whole         float32 [], one for both copies
+    ROW           a row             float32 [rows]
+    BLOCK_1X128   128 of a row      float32 [ceil(contraction / 128), rows]
+    BLOCK_128X128 a square of 128   float32 [ceil(rows / 128), round_up(ceil(contraction / 128), 4)], padded with 0
+    BLOCK_1X32    32 of a row (MX)  E8M0 uint8 [rows, ceil(contraction / 32)], or swizzled and flat
+    BLOCK_1X16    16 of a row (NV)  E4M3 uint8 [rows, ceil(contraction / 16)], or swizzled and flat; and a tensor scale,
+                                    float32 [] or [rows]
+    CUSTOM        anything          as its quantizer likes; GEMMs read its decoded values
+    ============= ================= ============================================================================
+
+    Source: PyTorch, torch.nn.functional.scaled_mm and aten/src/ATen/native/cuda/ScaledBlas.cpp.
+    """
+
+    TENSOR = "per tensor"
+    ROW = "per row"
+    BLOCK_1X128 = "1x128"
+    BLOCK_128X128 = "128x128"
+    BLOCK_1X32 = "1x32"
+    BLOCK_1X16 = "1x16"
+    CUSTOM = "custom"
+
+    @property
+    def block(self) -> int:
+        """How many elements along the contraction share a scale; 1 where all or none do."""
+        return _BLOCKS.get(self, 1)
+
+
+class MXScaleMode(enum.Enum):
+    """How the scale of an MX block, a power of two, is chosen from its amax.
+
+    RCEIL: the smallest with which nothing saturates. FLOOR: that of the OCP specification, with which values above
+    format.max times the scale saturate. CEIL: FLOOR, doubled unless amax is a power of two. EVEN: FLOOR of amax rounded to
+    the mantissa width of the format.
+
+    Source: OCP Microscaling Formats 1.0; TransformerEngine 2.20 (RCEIL); torchao 0.18, prototype/mx_formats.
+    """
+
+    RCEIL = "rceil"
+    FLOOR = "floor"
+    CEIL = "ceil"
+    EVEN = "even"
+
+
 def largest_finite(dtype: torch.dtype) -> float:
     """The largest finite value of a floating dtype and of float32, in which scales are kept."""
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
@@ -185,6 +237,13 @@ def largest_finite(dtype: torch.dtype) -> float:
 ROWWISE = Orientation.ROWWISE
 COLUMNWISE = Orientation.COLUMNWISE
 BOTH = Orientation.BOTH
+
+_BLOCKS = {
+    Scaling.BLOCK_1X128: 128,
+    Scaling.BLOCK_128X128: 128,
+    Scaling.BLOCK_1X32: 32,
+    Scaling.BLOCK_1X16: 16,
+}
 
 _DTYPES = {
     "E4M3": torch.float8_e4m3fn,

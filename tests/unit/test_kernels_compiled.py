@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from fullgraph.kernels import per_tensor  # noqa: E402
+from fullgraph.kernels.tiles import FP8  # noqa: E402
 
 # 16-bit and 32-bit inputs are transposed by different routes.
 INPUTS = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
@@ -54,7 +55,7 @@ def compile_cast(input_type, format):
         "POWER_OF_TWO": False,
         "FORMAT_MAX": format.max,
         "NAN_CODE": format.nan_code,
-        "FP8": per_tensor._FP8[format.name],
+        "FP8": FP8[format.name],
         "TILE_M": tile_rows,
         "TILE_K": tile_columns,
     }

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["amax", "available", "cast_per_tensor", "compute_capability"]
 
-_HOME = {"amax": "per_tensor", "cast_per_tensor": "per_tensor"}
+_HOME = {
+    "amax": "per_tensor",
+    "cast_delayed": "per_tensor",
+    "cast_block": "block",
+    "cast_mx": "mx",
+    "cast_nvfp4": "nvfp4",
+    "cast_per_row": "per_row",
+    "cast_per_tensor": "per_tensor",
+}
 # Hopper. On Ada, Triton 3.6 to 3.8 casts by way of a truncation to float16, so its rounding is not
 # that of the reference; older devices cannot cast to E4M3 at all. They use the reference.
 _FIRST_EXACT = (9, 0)
