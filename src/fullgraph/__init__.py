@@ -7,23 +7,55 @@ from fullgraph import customop, errors, recipes, testing
 from fullgraph._version import __version__
 from fullgraph.convert import ConversionReport, convert
 from fullgraph.explain import Report, explain
-from fullgraph.formats import BOTH, COLUMNWISE, ROWWISE, Format, Orientation
+from fullgraph.formats import (
+    BOTH,
+    COLUMNWISE,
+    ROWWISE,
+    Format,
+    FourOverSix,
+    MXScaleMode,
+    Orientation,
+    Scaling,
+)
 from fullgraph.nn import Linear, autocast, linear
-from fullgraph.quantizers import PerTensorQuantizer, quantize
-from fullgraph.tensor import QuantizedTensor
+from fullgraph.quantizers import (
+    BlockQuantizer,
+    DelayedQuantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXQuantizer,
+    NVFP4Quantizer,
+    PerRowQuantizer,
+    PerTensorQuantizer,
+    quantize,
+)
+from fullgraph.tensor import QuantizedParts, QuantizedTensor, Quantizer
 
 __all__ = [
     "BOTH",
     "COLUMNWISE",
     "ROWWISE",
+    "BlockQuantizer",
     "ConversionReport",
+    "DelayedQuantizer",
     "Format",
+    "FourOverSix",
+    "HybridQuantizer",
+    "IdentityQuantizer",
     "Linear",
+    "MXQuantizer",
+    "MXScaleMode",
+    "NVFP4Quantizer",
     "Orientation",
+    "PerRowQuantizer",
     "PerTensorQuantizer",
+    "QuantizedParts",
     "QuantizedTensor",
+    "Quantizer",
     "Report",
+    "Scaling",
     "__version__",
+
     "autocast",
     "convert",
     "customop",
@@ -33,4 +65,5 @@ __all__ = [
     "quantize",
     "recipes",
     "testing",
+
 ]

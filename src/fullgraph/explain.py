@@ -7,6 +7,7 @@ each operand is cast to, which routine multiplies, what is padded. How nodes are
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import math
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from fullgraph.errors import ConfigError, describe
 from fullgraph.gemm import GemmBackend
 from fullgraph.nn import Linear
 from fullgraph.ops.linear import Decisions
+from fullgraph.quantizers import HybridQuantizer
 from fullgraph.recipes import LinearNumerics
 from fullgraph.tables import table
 from fullgraph.tensor import QuantizedParts, Quantizer
@@ -55,7 +57,7 @@ class NodeReport:
         tensors: operand -> dtype and shape.
         casts: operand -> its quantizer and the copies made of it here; absent if nothing is cast.
         gemms: GEMM -> its route: "native", "emulated" or "high precision".
-        padding: GEMM -> the dimension that it contracts and how that grows, to a multiple of 16; absent if it does not.
+        padding: GEMM -> the dimension that it contracts and how that grows; absent if it does not.
     """
 
     layer: str
@@ -283,27 +285,26 @@ def _tensor(value: Any) -> str:
 
 def _quantizer(quantizer: Quantizer) -> str:
     """A quantizer without the options that have their default."""
-    name = type(quantizer).__name__
-    if not dataclasses.is_dataclass(quantizer):
-        return name
+    if isinstance(quantizer, HybridQuantizer):
+        members = [quantizer.rowwise, quantizer.columnwise]
+        return " / ".join(["high precision" if m is None else _quantizer(m) for m in members])
     options = [quantizer.format.name]
     for field in dataclasses.fields(quantizer):
         value = getattr(quantizer, field.name)
         if field.name != "format" and value != field.default:
-            options.append(f"{field.name}={value}")
-    return f"{name}({', '.join(options)})"
+            shown = value.name if isinstance(value, enum.Enum) else value
+            options.append(field.name if value is True else f"{field.name}={shown}")
+    return f"{type(quantizer).__name__}({', '.join(options)})"
 
 
 def _padding(fields: dict[str, Any], decisions: Decisions) -> dict[str, str]:
     """The contractions that grow: K of fprop, N of dgrad, M of wgrad."""
     padding = {}
-    for gemm, backend in decisions.gemms.items():
-        if backend is None or decisions.pad == 1:
-            continue
+    for gemm, pad in decisions.pads.items():
         shape = fields["input" if gemm == "fprop" else "grad_output"].shape
         size = math.prod(shape[:-1]) if gemm == "wgrad" else shape[-1]
-        if not isinstance(size, int):
-            padding[gemm] = f"{_CONTRACTION[gemm]} {size} -> a multiple of {decisions.pad}"
-        elif size % decisions.pad:
-            padding[gemm] = f"{_CONTRACTION[gemm]} {size} -> {size + -size % decisions.pad}"
+        if pad > 1 and not isinstance(size, int):
+            padding[gemm] = f"{_CONTRACTION[gemm]} {size} -> a multiple of {pad}"
+        elif size % pad:
+            padding[gemm] = f"{_CONTRACTION[gemm]} {size} -> {size + -size % pad}"
     return padding

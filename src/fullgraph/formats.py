@@ -180,8 +180,8 @@ class Orientation(enum.Enum):
 class Scaling(enum.Enum):
     """Which elements of a GEMM operand [rows, contraction] share a decode scale, and how the scales are stored.
 
-    They are stored as GEMMs read them. A columnwise copy is the operand of the transpose, so the table holds for it with
-    rows and contraction exchanged. `QuantizedTensor.scale_inv` shows them as [rows, blocks].
+    They are stored as GEMMs read them. A columnwise copy is the operand of the transpose, so the table holds for it
+    with rows and contraction exchanged. `QuantizedTensor.scale_inv` shows them as [rows, blocks].
 
     ============= ================= ============================================================================
     member        one scale for     stored as
@@ -212,13 +212,18 @@ class Scaling(enum.Enum):
         """How many elements along the contraction share a scale; 1 where all or none do."""
         return _BLOCKS.get(self, 1)
 
+    @property
+    def alignment(self) -> int:
+        """What a native GEMM wants the contraction to be a multiple of."""
+        return _ALIGNMENTS.get(self, 16)
+
 
 class MXScaleMode(enum.Enum):
     """How the scale of an MX block, a power of two, is chosen from its amax.
 
     RCEIL: the smallest with which nothing saturates. FLOOR: that of the OCP specification, with which values above
-    format.max times the scale saturate. CEIL: FLOOR, doubled unless amax is a power of two. EVEN: FLOOR of amax rounded to
-    the mantissa width of the format.
+    format.max times the scale saturate. CEIL: FLOOR, doubled unless amax is a power of two. EVEN: FLOOR of amax
+    rounded to the mantissa width of the format.
 
     Source: OCP Microscaling Formats 1.0; TransformerEngine 2.20 (RCEIL); torchao 0.18, prototype/mx_formats.
     """
@@ -227,6 +232,18 @@ class MXScaleMode(enum.Enum):
     FLOOR = "floor"
     CEIL = "ceil"
     EVEN = "even"
+
+
+class FourOverSix(enum.Enum):
+    """By which error an NVFP4 block chooses between two scales: one maps its amax to 6, the other to 4.
+
+    MAE: sum of |decoded - x| over the block; MSE: sum of (decoded - x)^2. The smaller wins, 6 at a tie.
+
+    Source: "Four Over Six" (Cook et al., 2025, arXiv:2512.02010); TransformerEngine 2.20.
+    """
+
+    MAE = "mae"
+    MSE = "mse"
 
 
 def largest_finite(dtype: torch.dtype) -> float:
@@ -243,6 +260,13 @@ _BLOCKS = {
     Scaling.BLOCK_128X128: 128,
     Scaling.BLOCK_1X32: 32,
     Scaling.BLOCK_1X16: 16,
+}
+
+_ALIGNMENTS = {
+    Scaling.BLOCK_1X128: 128,
+    Scaling.BLOCK_128X128: 128,
+    Scaling.BLOCK_1X32: 32,
+    Scaling.BLOCK_1X16: 32,
 }
 
 _DTYPES = {

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
 from types import ModuleType
@@ -18,8 +19,27 @@ from fullgraph import customop, kernels, reference
 from fullgraph._version import __version__
 from fullgraph.customop import Pass, Plan, TensorSpec
 from fullgraph.errors import ConfigError, ShapeError, describe
-from fullgraph.formats import ROWWISE, Format, Orientation
-from fullgraph.tensor import HIGH_PRECISION, QuantizedParts, QuantizedTensor, Quantizer
+from fullgraph.formats import (
+    COLUMNWISE,
+    ROWWISE,
+    Format,
+    FourOverSix,
+    MXScaleMode,
+    Orientation,
+    Scaling,
+)
+from fullgraph.random import draw_seed
+from fullgraph.reference import Operand
+from fullgraph.tensor import (
+    HIGH_PRECISION,
+    NO_STATE,
+    PLAIN,
+    CastState,
+    Layout,
+    QuantizedParts,
+    QuantizedTensor,
+    Quantizer,
+)
 
 
 @functools.cache
@@ -49,8 +69,37 @@ def check_quantizable(x: Tensor | TensorSpec) -> None:
         )
 
 
+def _check_format(quantizer: Quantizer) -> None:
+    if quantizer.format not in (Format.E4M3, Format.E5M2):
+        raise ConfigError(
+            f"{type(quantizer).__name__}: the format must be E4M3 or E5M2, got {quantizer.format}",
+            why="these are the 8-bit formats of values; E8M0 is one of scales, and E2M1 has NVFP4Quantizer",
+            do="choose Format.E4M3 for inputs and weights, Format.E5M2 for gradients",
+        )
+
+
+def _check_epsilon(quantizer: Quantizer, epsilon: object) -> None:
+    if not (isinstance(epsilon, (int, float)) and 0 <= epsilon < float("inf")):
+        raise ConfigError(
+            f"{type(quantizer).__name__}: amax_epsilon must be a finite number >= 0, got {epsilon!r}",
+            why="it is the lower bound of a magnitude",
+            do="use 0.0, or something like 1e-12",
+        )
+
+
+def _check_enum(
+    quantizer: Quantizer, name: str, kind: type[enum.Enum], optional: bool = False
+) -> None:
+    value = getattr(quantizer, name)
+    if not (isinstance(value, kind) or (optional and value is None)):
+        raise ConfigError(
+            f"{type(quantizer).__name__}: {name} must be a {kind.__name__}, got {value!r}",
+            do=f"choose one of {', '.join(f'{kind.__name__}.{member.name}' for member in kind)}",
+        )
+
+
 @dataclasses.dataclass(frozen=True)
-class PerTensorQuantizer:
+class PerTensorQuantizer(Quantizer):
     """One scale for the whole tensor, from its own amax ("current scaling").
 
     scale = format.max / amax(|x|); data = saturate(x * scale); scale_inv = 1 / scale
@@ -74,39 +123,90 @@ class PerTensorQuantizer:
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.format not in (Format.E4M3, Format.E5M2):
-            raise ConfigError(
-                f"PerTensorQuantizer: the format must be E4M3 or E5M2, got {self.format}",
-                why="one scale for a whole tensor needs the range of an 8-bit format",
-                do="choose Format.E4M3 for inputs and weights, Format.E5M2 for gradients",
-            )
-        if not (
-            isinstance(self.amax_epsilon, (int, float)) and 0 <= self.amax_epsilon < float("inf")
-        ):
-            raise ConfigError(
-                f"PerTensorQuantizer: amax_epsilon must be a finite number >= 0, got {self.amax_epsilon!r}",
-                why="it is the lower bound of a magnitude",
-                do="use 0.0, or something like 1e-12",
-            )
+        _check_format(self)
+        _check_epsilon(self, self.amax_epsilon)
 
-    def quantize(self, x: Tensor, orientation: Orientation, *, pad: int = 1) -> QuantizedParts:
+    @property
+    def scaling(self) -> Scaling:
+        """Per tensor."""
+        return Scaling.TENSOR
+
+    def quantize(
+        self,
+        x: Tensor,
+        orientation: Orientation,
+        layout: Layout = PLAIN,
+        state: CastState = NO_STATE,
+    ) -> QuantizedParts:
         """See `Quantizer.quantize`."""
         casts = casts_for(x.device)
-        columns = x.shape[-1]
-        rows = math.prod(x.shape[:-1])
-        rowwise, columnwise, scale_inv = casts.cast_per_tensor(
-            x.reshape(rows, columns),
+        copies = casts.cast_per_tensor(
+            as_matrix(x),
             casts.amax(x),
             self.format,
             eps=self.amax_epsilon,
             power_of_two=self.power_of_two,
             orientation=orientation,
-            pad=pad,
+            pad=layout.pad(self.scaling),
         )
-        if x.ndim != 2:
-            rowwise = None if rowwise is None else rowwise.view(x.shape)
-            columnwise = None if columnwise is None else columnwise.view(columns, *x.shape[:-1])
-        return QuantizedParts(rowwise, columnwise, scale_inv, self, x.dtype)
+        return as_parts(self, x, copies)
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedQuantizer(Quantizer):
+    """One scale for the whole tensor, from the amaxes of earlier steps ("delayed scaling").
+
+    data = saturate(x * scale); amax = max(amax, |x|); scale_inv = 1 / scale
+
+    Scale and amax belong to the layer that casts; `fg.update_scales` makes the one out of the other, once a step.
+    Outside of a layer there is none, so `fg.quantize` refuses it. What it makes can be quantized anew by
+    `PerTensorQuantizer`.
+
+    Args:
+        format: E4M3 or E5M2.
+
+    Numerics: the scale is 1 until the first update; NaN does not enter the amax.
+    Source: TransformerEngine 2.20, common/recipe/__init__.py, DelayedScaling.
+    """
+
+    format: Format
+
+    def __post_init__(self) -> None:
+        _check_format(self)
+
+    @property
+    def scaling(self) -> Scaling:
+        """Per tensor."""
+        return Scaling.TENSOR
+
+    @property
+    def is_delayed(self) -> bool:
+        """True."""
+        return True
+
+    def quantize(
+        self,
+        x: Tensor,
+        orientation: Orientation,
+        layout: Layout = PLAIN,
+        state: CastState = NO_STATE,
+    ) -> QuantizedParts:
+        """See `Quantizer.quantize`; `state.scale` must be there."""
+        if state.scale is None:
+            raise ConfigError(
+                "DelayedQuantizer: there is no scale to cast with",
+                why="scales come from earlier steps and belong to a layer",
+                do="use fg.Linear with a delayed recipe, or quantize with PerTensorQuantizer",
+            )
+        copies = casts_for(x.device).cast_delayed(
+            as_matrix(x),
+            state.scale,
+            state.amax,
+            self.format,
+            orientation=orientation,
+            pad=layout.pad(self.scaling),
+        )
+        return as_parts(PerTensorQuantizer(self.format), x, copies)
 
     def spec(
         self,
@@ -114,53 +214,489 @@ class PerTensorQuantizer:
         dtype: torch.dtype,
         device: torch.device,
         orientation: Orientation,
-        *,
-        pad: int = 1,
+        layout: Layout = PLAIN,
     ) -> QuantizedParts:
         """See `Quantizer.spec`."""
-        *leading, columns = shape
-        rowwise: Any = TensorSpec((*leading, round_up(columns, pad)), torch.uint8, device)
-        last = () if not leading else (*leading[:-1], round_up(leading[-1], pad))
-        columnwise: Any = TensorSpec((columns, *last), torch.uint8, device)
-        scale_inv: Any = TensorSpec((), torch.float32, device)
-        return QuantizedParts(
-            rowwise if orientation.rowwise else None,
-            columnwise if orientation.columnwise else None,
-            scale_inv,
-            self,
-            dtype,
+        return PerTensorQuantizer(self.format).spec(shape, dtype, device, orientation, layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerRowQuantizer(Quantizer):
+    """One scale for each row of a copy: rows of x in the rowwise one, columns of x in the columnwise one.
+
+    scale[r] = format.max / amax(|x[r]|); data[r] = saturate(x[r] * scale[r]); scale_inv = 1 / scale
+
+    The two copies hold different codes, each with its scales along the dimension that a GEMM does not contract.
+
+    Args:
+        format: E4M3 or E5M2.
+        power_of_two: round every scale down to a power of two.
+        amax_epsilon: lower bound of every amax.
+
+    Numerics: as `PerTensorQuantizer`, for each row.
+    Source: torchao 0.18, float8/float8_utils.py (axiswise). Bitwise equal to `reference.cast_per_row`.
+    """
+
+    format: Format = Format.E4M3
+    power_of_two: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_format(self)
+        _check_epsilon(self, self.amax_epsilon)
+
+    @property
+    def scaling(self) -> Scaling:
+        """Per row."""
+        return Scaling.ROW
+
+    def quantize(
+        self,
+        x: Tensor,
+        orientation: Orientation,
+        layout: Layout = PLAIN,
+        state: CastState = NO_STATE,
+    ) -> QuantizedParts:
+        """See `Quantizer.quantize`."""
+        copies = casts_for(x.device).cast_per_row(
+            as_matrix(x),
+            self.format,
+            eps=self.amax_epsilon,
+            power_of_two=self.power_of_two,
+            orientation=orientation,
+            pad=layout.pad(self.scaling),
+        )
+        return as_parts(self, x, copies)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockQuantizer(Quantizer):
+    """One scale for 128 elements along the contraction, or for a square of 128 by 128.
+
+    scale[b] = format.max / amax(|x[b]|); data[b] = saturate(x[b] * scale[b]); scale_inv = 1 / scale
+
+    Args:
+        format: E4M3 or E5M2.
+        two_dimensional: squares, as for weights, whose copies are then transposes of each other.
+        power_of_two: round every scale down to a power of two.
+        amax_epsilon: lower bound of every amax.
+
+    Numerics: as `PerTensorQuantizer`, for each block; a ragged edge counts as filled up with zeros.
+    Source: TransformerEngine 2.20, Float8BlockScaling; DeepSeek-V3. Bitwise equal to `reference.cast_block`.
+    """
+
+    format: Format = Format.E4M3
+    two_dimensional: bool = False
+    power_of_two: bool = True
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_format(self)
+        _check_epsilon(self, self.amax_epsilon)
+
+    @property
+    def scaling(self) -> Scaling:
+        """Blocks of 1x128 or 128x128."""
+        return Scaling.BLOCK_128X128 if self.two_dimensional else Scaling.BLOCK_1X128
+
+    def quantize(
+        self,
+        x: Tensor,
+        orientation: Orientation,
+        layout: Layout = PLAIN,
+        state: CastState = NO_STATE,
+    ) -> QuantizedParts:
+        """See `Quantizer.quantize`."""
+        copies = casts_for(x.device).cast_block(
+            as_matrix(x),
+            self.format,
+            eps=self.amax_epsilon,
+            power_of_two=self.power_of_two,
+            two_dimensional=self.two_dimensional,
+            orientation=orientation,
+            pad=layout.pad(self.scaling),
+        )
+        return as_parts(self, x, copies)
+
+
+@dataclasses.dataclass(frozen=True)
+class MXQuantizer(Quantizer):
+    """MXFP8: one power-of-two scale, a byte, for 32 elements along the contraction.
+
+    data[b] = saturate(x[b] / 2^e[b]); scale_inv[b] = 2^e[b]
+
+    Args:
+        format: E4M3 or E5M2.
+        scale_mode: how the exponent follows from the block's amax.
+        two_dimensional: one scale for a square of 32 by 32, as for weights; the copies are transposes of each other.
+
+    Numerics: with RCEIL nothing saturates but infinity. A NaN makes its block NaN.
+    Source: OCP Microscaling Formats 1.0; TransformerEngine 2.20, MXFP8BlockScaling. Bitwise equal to
+        `reference.cast_mx`.
+    """
+
+    format: Format = Format.E4M3
+    scale_mode: MXScaleMode = MXScaleMode.RCEIL
+    two_dimensional: bool = False
+
+    def __post_init__(self) -> None:
+        _check_format(self)
+        _check_enum(self, "scale_mode", MXScaleMode)
+
+    @property
+    def scaling(self) -> Scaling:
+        """Blocks of 1x32; those of a square have the same scale."""
+        return Scaling.BLOCK_1X32
+
+    def quantize(
+        self,
+        x: Tensor,
+        orientation: Orientation,
+        layout: Layout = PLAIN,
+        state: CastState = NO_STATE,
+    ) -> QuantizedParts:
+        """See `Quantizer.quantize`."""
+        copies = casts_for(x.device).cast_mx(
+            as_matrix(x),
+            self.format,
+            scale_mode=self.scale_mode,
+            two_dimensional=self.two_dimensional,
+            orientation=orientation,
+            pad=layout.pad(self.scaling),
+            swizzled=layout.swizzles(self.scaling),
+        )
+        return as_parts(self, x, copies)
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4Quantizer(Quantizer):
+    """NVFP4: E2M1 codes, an E4M3 scale for 16 of them along the contraction, and a float32 scale for the tensor.
+
+    x ~ data * scale_inv * tensor_scale_inv, tensor_scale_inv = amax(|x|) / (6 * 448)
+
+    Args:
+        two_dimensional: one scale for a square of 16 by 16, as for weights; the copies are transposes of each other.
+        hadamard: the columnwise copy is one of the randomly Hadamard-transformed x: groups of 16 along its
+            contraction are multiplied by diag(signs) H / 4. A GEMM of two such copies needs no inverse.
+        stochastic_rounding: up with a probability of the distance from the lower neighbour; needs random numbers,
+            which a layer and `fg.quantize` draw. Without, as in in-place writes of a quantized tensor, to the nearest.
+        four_over_six: per block the better of two scales, mapping the largest value to 4 or to 6, by this error; with
+            tensor_scale_inv = amax / (6 * 256).
+        row_scaled: tensor_scale_inv of the rowwise copy is one for each row, from its own amax.
+
+    Raises:
+        ConfigError: switches that exclude each other.
+
+    Numerics: NaN and infinity are not representable in a block; they show as a tensor scale that is not finite.
+    Source: TransformerEngine 2.20, NVFP4BlockScaling. Bitwise equal to `reference.cast_nvfp4`.
+    """
+
+    two_dimensional: bool = False
+    hadamard: bool = False
+    stochastic_rounding: bool = False
+    four_over_six: FourOverSix | None = None
+    row_scaled: bool = False
+
+    def __post_init__(self) -> None:
+        _check_enum(self, "four_over_six", FourOverSix, optional=True)
+        excluded = [
+            (
+                "four_over_six",
+                "hadamard",
+                "the better of two scales is searched for untransformed values",
+            ),
+            (
+                "four_over_six",
+                "stochastic_rounding",
+                "errors are compared after rounding to the nearest",
+            ),
+            ("two_dimensional", "row_scaled", "a square would have sixteen tensor scales"),
+            ("two_dimensional", "hadamard", "the copies would not be transposes of each other"),
+        ]
+        for one, other, why in excluded:
+            if getattr(self, one) and getattr(self, other):
+                raise ConfigError(
+                    f"NVFP4Quantizer: {one} and {other} exclude each other",
+                    why=why,
+                    do="turn one of them off",
+                )
+
+    @property
+    def format(self) -> Format:
+        """E2M1."""
+        return Format.E2M1
+
+    @property
+    def scaling(self) -> Scaling:
+        """Blocks of 1x16; those of a square have the same scale."""
+        return Scaling.BLOCK_1X16
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether it rounds stochastically."""
+        return self.stochastic_rounding
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the columnwise copy is Hadamard-transformed; its contraction then fills whole blocks."""
+        return self.hadamard
+
+    def quantize(
+        self,
+        x: Tensor,
+        orientation: Orientation,
+        layout: Layout = PLAIN,
+        state: CastState = NO_STATE,
+    ) -> QuantizedParts:
+        """See `Quantizer.quantize`."""
+        copies = casts_for(x.device).cast_nvfp4(
+            as_matrix(x),
+            two_dimensional=self.two_dimensional,
+            hadamard=self.hadamard,
+            four_over_six=self.four_over_six,
+            row_scaled=self.row_scaled,
+            seed=state.seed if self.stochastic_rounding else None,
+            orientation=orientation,
+            pad=max(2, layout.pad(self.scaling)),
+            swizzled=layout.swizzles(self.scaling),
+        )
+        return as_parts(self, x, copies)
+
+    def tensor_scale_spec(
+        self, rows: Any, device: torch.device, orientation: Orientation
+    ) -> TensorSpec:
+        """See `Quantizer.tensor_scale_spec`."""
+        by_row = self.row_scaled and orientation is ROWWISE
+        return TensorSpec((rows,) if by_row else (), torch.float32, device)
+
+    def decode_matrix(self, parts: QuantizedParts, orientation: Orientation) -> Tensor:
+        """See `Quantizer.decode_matrix`; in the untransformed basis."""
+        if not (self.hadamard and orientation is COLUMNWISE):
+            return super().decode_matrix(parts, orientation)
+        rows = math.prod(parts.shape[:-1])
+        values = reference.decode_operand(self.operand(parts, orientation))
+        return reference.inverse_hadamard_rows(values)[:, :rows].contiguous()
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridQuantizer(Quantizer):
+    """Two quantizers: one makes the rowwise copy, for fprop (and dgrad of gradients), one the columnwise copy.
+
+    Args:
+        rowwise: None or an `IdentityQuantizer` for high precision.
+        columnwise: likewise.
+        columnwise_from_rowwise: cast the columnwise copy from the decoded rowwise one rather than from the original.
+
+    Raises:
+        ConfigError: neither is a quantizer, or one consists of two or is delayed.
+    """
+
+    rowwise: Quantizer | None
+    columnwise: Quantizer | None
+    columnwise_from_rowwise: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rowwise", "columnwise"):
+            member = getattr(self, name)
+            if isinstance(member, IdentityQuantizer):
+                object.__setattr__(self, name, None)
+            elif member is not None and (
+                not isinstance(member, Quantizer)
+                or isinstance(member, HybridQuantizer)
+                or member.is_delayed
+            ):
+                raise ConfigError(
+                    f"HybridQuantizer: {name} must be a quantizer of one kind, or None, got {member!r}",
+                    why="each copy is made in one way, from the tensor alone",
+                    do="pass quantizers such as fullgraph.BlockQuantizer()",
+                )
+        if self.rowwise is None and (self.columnwise is None or self.columnwise_from_rowwise):
+            raise ConfigError(
+                "HybridQuantizer: there is nothing to make the columnwise copy from"
+                if self.columnwise
+                else "HybridQuantizer: both copies are in high precision",
+                do="use fullgraph.IdentityQuantizer() for a tensor in high precision",
+            )
+
+    @property
+    def format(self) -> Format:
+        """Of the rowwise copy, if there is one."""
+        return self._first.format
+
+    @property
+    def scaling(self) -> Scaling:
+        """Of the rowwise copy, if there is one."""
+        return self._first.scaling
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether one of the two is."""
+        return any(m is not None and m.is_stochastic for m in (self.rowwise, self.columnwise))
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the columnwise copy is one of a rotated tensor."""
+        return self.columnwise is not None and self.columnwise.rotates
+
+    @property
+    def _first(self) -> Quantizer:
+        first = self.rowwise or self.columnwise
+        assert first is not None
+        return first
+
+    def for_copy(self, orientation: Orientation) -> Quantizer | None:
+        """See `Quantizer.for_copy`."""
+        return self.rowwise if orientation is ROWWISE else self.columnwise
+
+    def quantize(
+        self,
+        x: Tensor,
+        orientation: Orientation,
+        layout: Layout = PLAIN,
+        state: CastState = NO_STATE,
+    ) -> QuantizedParts:
+        """See `Quantizer.quantize`."""
+        rowwise = columnwise = None
+        if orientation.rowwise:
+            rowwise = self._member(ROWWISE).quantize(x, ROWWISE, layout, state)
+        if orientation.columnwise:
+            if self.columnwise_from_rowwise:
+                member = self._member(ROWWISE)
+                x = member.dequantize(member.quantize(x, ROWWISE, state=state))
+            columnwise = self._member(COLUMNWISE).quantize(x, COLUMNWISE, layout, state)
+        return self._join(rowwise, columnwise)
+
+    def spec(
+        self,
+        shape: tuple[Any, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        orientation: Orientation,
+        layout: Layout = PLAIN,
+    ) -> QuantizedParts:
+        """See `Quantizer.spec`."""
+        specs = [
+            self._member(copy).spec(shape, dtype, device, copy, layout) if wanted else None
+            for copy, wanted in (
+                (ROWWISE, orientation.rowwise),
+                (COLUMNWISE, orientation.columnwise),
+            )
+        ]
+        return self._join(*specs)
+
+    def _member(self, orientation: Orientation) -> Quantizer:
+        member = self.for_copy(orientation)
+        if member is None:
+            raise ConfigError(
+                f"HybridQuantizer: the {orientation.value} copy stays in high precision",
+                why="no quantizer makes it",
+                do="ask for the other copy only, or name a quantizer for this one",
+            )
+        return member
+
+    def _join(
+        self, rowwise: QuantizedParts | None, columnwise: QuantizedParts | None
+    ) -> QuantizedParts:
+        """One tensor out of two copies, each with scales of its own."""
+        joined = dataclasses.replace(rowwise or columnwise, quantizer=self)  # type: ignore[type-var]
+        if columnwise is not None:
+            scale_inv, tensor_scale_inv = columnwise.scales(COLUMNWISE)
+            joined.columnwise_data = columnwise.columnwise_data
+            joined.columnwise_scale_inv = scale_inv
+            joined.columnwise_tensor_scale_inv = tensor_scale_inv
+            joined.sizes = columnwise.sizes if joined.sizes is None else joined.sizes
+            if rowwise is None:
+                joined.scale_inv = None
+        return joined
+
+    def decode_matrix(self, parts: QuantizedParts, orientation: Orientation) -> Tensor:
+        """See `Quantizer.decode_matrix`."""
+        return self._member(orientation).decode_matrix(parts, orientation)
+
+    def operand(
+        self, parts: QuantizedParts, orientation: Orientation, layout: Layout = PLAIN
+    ) -> Operand:
+        """See `Quantizer.operand`."""
+        member = self._member(orientation)
+        if parts.payload(orientation) is None:
+            values = self.dequantize(parts)
+            parts = member.quantize(as_matrix(values), orientation, layout)
+        return member.operand(parts, orientation, layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class IdentityQuantizer(Quantizer):
+    """High precision, as an answer where a quantizer is asked for: the tensor stays as it is."""
+
+    @property
+    def format(self) -> Format:
+        """There is none.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise self._nothing_to_cast()
+
+    def quantize(
+        self,
+        x: Tensor,
+        orientation: Orientation,
+        layout: Layout = PLAIN,
+        state: CastState = NO_STATE,
+    ) -> QuantizedParts:
+        """Not possible.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise self._nothing_to_cast()
+
+    def spec(
+        self,
+        shape: tuple[Any, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        orientation: Orientation,
+        layout: Layout = PLAIN,
+    ) -> QuantizedParts:
+        """Not possible.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise self._nothing_to_cast()
+
+    def _nothing_to_cast(self) -> ConfigError:
+        return ConfigError(
+            "IdentityQuantizer: nothing is quantized",
+            why="it says that a tensor of a layer stays in high precision",
+            do="use the tensor itself, or another quantizer",
         )
 
-    def dequantize(self, parts: QuantizedParts) -> Tensor:
-        """See `Quantizer.dequantize`."""
-        data = parts.data
-        if data is None:
-            assert parts.columnwise_data is not None
-            data = parts.columnwise_data.movedim(0, -1)
-        return reference.dequantize_per_tensor(data, parts.scale_inv, self.format, parts.dtype)
 
-    def matrix(
-        self, parts: QuantizedParts, orientation: Orientation, *, pad: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        """See `Quantizer.matrix`. A missing copy is the transpose of the other: bytes and scale are the same."""
-        rowwise, columnwise = (_flat(parts.data, -1), _flat(parts.columnwise_data, 1))
-        wanted, other = (rowwise, columnwise) if orientation is ROWWISE else (columnwise, rowwise)
-        if wanted is None:
-            assert other is not None
-            wanted = other.t().contiguous()
-        return reference.pad_columns(wanted, pad), parts.scale_inv
+def as_matrix(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _flat(payload: Tensor | None, dim: int) -> Tensor | None:
-    """A payload as a matrix: the dimensions before `dim` are its rows, the others its columns."""
-    if payload is None:
-        return None
-    return payload.reshape(math.prod(payload.shape[:dim]), math.prod(payload.shape[dim:]))
+def as_parts(quantizer: Quantizer, x: Tensor, copies: tuple[Tensor | None, ...]) -> QuantizedParts:
+    """The copies of `as_matrix(x)` as parts of the shape of `x`.
 
-
-def round_up(size: Any, multiple: int) -> Any:
-    """The next multiple, without branching on the size (it may be symbolic)."""
-    return size if multiple == 1 else (size + multiple - 1) // multiple * multiple
+    Args:
+        quantizer: what can read them.
+        x: what was cast, [..., K].
+        copies: data, columnwise_data and then scales, in the order of the fields of `QuantizedParts`.
+    """
+    parts = QuantizedParts(*copies, quantizer=quantizer, dtype=x.dtype)
+    packed = quantizer.format.codes_per_byte > 1
+    if x.ndim != 2:
+        if parts.data is not None:
+            parts.data = parts.data.view(*x.shape[:-1], parts.data.shape[1])
+        if parts.columnwise_data is not None and not packed:
+            parts.columnwise_data = parts.columnwise_data.view(x.shape[-1], *x.shape[:-1])
+    if packed:
+        parts.sizes = x.new_empty((0, *x.shape), dtype=torch.uint8)
+    return parts
 
 
 @dataclasses.dataclass
@@ -170,6 +706,7 @@ class QuantizeArguments:
     x: Tensor
     quantizer: Quantizer
     orientation: Orientation
+    seed: Tensor | None = None
 
 
 def _plan(a: QuantizeArguments) -> Plan:
@@ -180,18 +717,20 @@ def _plan(a: QuantizeArguments) -> Plan:
             why="it names the copies to make",
             do="pass fullgraph.ROWWISE, fullgraph.COLUMNWISE or fullgraph.BOTH",
         )
-    if not hasattr(a.quantizer, "quantize"):
+    if not isinstance(a.quantizer, Quantizer):
         raise ConfigError(
             f"quantize: a quantizer is needed, got {a.quantizer!r}",
             why="it decides format and scales",
-            do="pass a frozen dataclass such as fullgraph.PerTensorQuantizer(fullgraph.Format.E4M3)",
+            do="pass one such as fullgraph.PerTensorQuantizer(fullgraph.Format.E4M3); "
+            "your own subclasses fullgraph.Quantizer",
         )
     shape, dtype, device = tuple(a.x.shape), a.x.dtype, a.x.device
     return Plan({"output": a.quantizer.spec(shape, dtype, device, a.orientation)})
 
 
 def _execute(plan: Plan, a: QuantizeArguments) -> dict[str, QuantizedParts]:
-    return {"output": a.quantizer.quantize(a.x, a.orientation)}
+    state = CastState(seed=a.seed)
+    return {"output": a.quantizer.quantize(a.x, a.orientation, state=state)}
 
 
 quantize_op = customop.define(
@@ -236,4 +775,5 @@ def quantize(
     token = None
     if not torch.compiler.is_compiling():
         token = quantize_op.encode(quantizer=quantizer, orientation=orientation)
-    return quantize_op(QuantizeArguments(x, quantizer, orientation), token=token)
+    seed = draw_seed(x) if isinstance(quantizer, Quantizer) and quantizer.is_stochastic else None
+    return quantize_op(QuantizeArguments(x, quantizer, orientation, seed), token=token)

@@ -9,6 +9,8 @@ mean is documented there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -57,8 +59,43 @@ def cast_per_tensor(
 
     Reads x once and writes the bytes of both copies and `scale_inv` in one kernel.
     """
+    options = {"EPS": eps, "LARGEST": largest_finite(x.dtype), "POWER_OF_TWO": power_of_two}
+    return _cast("cast_per_tensor", _cast_kernel, (amax,), options, x, format, orientation, pad)
+
+
+def cast_delayed(
+    x: Tensor,
+    encode_scale: Tensor,
+    amax: Tensor | None,
+    format: Format,
+    *,
+    orientation: Orientation = ROWWISE,
+    pad: int = 1,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Cast a matrix with a scale from elsewhere; see `fullgraph.reference.cast_delayed`.
+
+    Reads x once for both copies and the amax, in one kernel.
+
+    Numerics: the amax is raised by an integer maximum of the bits, as in `amax`; NaN counts as 0.
+    """
+    bits = None if amax is None else amax.view(torch.int32)
+    state = (encode_scale, bits)
+    return _cast("cast_delayed", _cast_delayed_kernel, state, {}, x, format, orientation, pad)
+
+
+def _cast(
+    name: str,
+    kernel: Any,
+    state: tuple[Tensor | None, ...],
+    options: dict[str, Any],
+    x: Tensor,
+    format: Format,
+    orientation: Orientation,
+    pad: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Allocate the copies and launch a casting kernel; `state` and `options` are those of the kernel."""
     if x.dim() != 2:
-        raise ShapeError(f"cast_per_tensor: a matrix is needed (x: {describe(x)})")
+        raise ShapeError(f"{name}: a matrix is needed (x: {describe(x)})")
     rows, columns = x.shape
     padded_rows, padded_columns = round_up(rows, pad), round_up(columns, pad)
     rowwise = columnwise = None
@@ -71,9 +108,9 @@ def cast_per_tensor(
     tiles_across = max(1, triton.cdiv(padded_columns, tile_columns))
     tiles_down = max(1, triton.cdiv(padded_rows, tile_rows))
     with torch.cuda.device_of(x):
-        _cast_kernel[(tiles_down * tiles_across,)](
+        kernel[(tiles_down * tiles_across,)](
             x,
-            amax,
+            *state,
             rowwise,
             columnwise,
             scale_inv,
@@ -83,9 +120,7 @@ def cast_per_tensor(
             padded_columns,
             *x.stride(),
             tiles_across,
-            EPS=eps,
-            LARGEST=largest_finite(x.dtype),
-            POWER_OF_TWO=power_of_two,
+            **options,
             FORMAT_MAX=format.max,
             NAN_CODE=format.nan_code,
             FP8=FP8[format.name],
@@ -192,6 +227,57 @@ def _cast_kernel(
     m, k = tile_indices(tile, tiles_across, TILE_M, TILE_K)
     x = load_tile(x_ptr, m, k, rows, columns, stride_row, stride_column)
     data = encode(x, scale, FORMAT_MAX, NAN_CODE, FP8)
+    _store_copies(
+        data, m, k, rowwise_ptr, columnwise_ptr, rows, columns, padded_rows, padded_columns
+    )
+
+
+# A slot of the state lies at any multiple of 4 bytes: no kernel for each alignment of one number.
+@triton.jit(
+    do_not_specialize=["tiles_across"],
+    do_not_specialize_on_alignment=["scale_ptr", "bits_ptr"],
+)
+def _cast_delayed_kernel(
+    x_ptr,
+    scale_ptr,
+    bits_ptr,  # int32 []: the bits of the amax; or None
+    rowwise_ptr,
+    columnwise_ptr,
+    scale_inv_ptr,
+    rows,
+    columns,
+    padded_rows,
+    padded_columns,
+    stride_row,
+    stride_column,
+    tiles_across,
+    FORMAT_MAX: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    FP8: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """`_cast_kernel` with a given scale; each program ends with one atomic maximum of the amax."""
+    tile = tl.program_id(0)
+    scale = tl.load(scale_ptr)
+    if tile == 0:
+        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+    m, k = tile_indices(tile, tiles_across, TILE_M, TILE_K)
+    x = load_tile(x_ptr, m, k, rows, columns, stride_row, stride_column)
+    data = encode(x, scale, FORMAT_MAX, NAN_CODE, FP8)
+    _store_copies(
+        data, m, k, rowwise_ptr, columnwise_ptr, rows, columns, padded_rows, padded_columns
+    )
+    if bits_ptr is not None:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
+        tl.atomic_max(bits_ptr, tl.max(tl.where(bits > _INF_BITS, 0, bits)), sem="relaxed")
+
+
+@triton.jit
+def _store_copies(
+    data, m, k, rowwise_ptr, columnwise_ptr, rows, columns, padded_rows, padded_columns
+):
+    """Store a tile of codes and its transpose, each where it is wanted."""
     if rowwise_ptr is not None:
         inside = (m[:, None] < rows) & (k[None, :] < padded_columns)
         tl.store(rowwise_ptr + m[:, None] * padded_columns + k[None, :], data, mask=inside)

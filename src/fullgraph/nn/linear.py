@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from fullgraph.errors import ConfigError
 from fullgraph.formats import BOTH
 from fullgraph.nn.autocast import current_recipe, recipe_of
+from fullgraph.nn.scaling import HISTORY_KEY, SCALE_KEY, ScalingState
 from fullgraph.ops.linear import LinearArguments, linear_op, linear_token
 from fullgraph.quantizers import quantize
+from fullgraph.random import draw_seed
 from fullgraph.recipes import Recipe, Role, resolve
 from fullgraph.tensor import QuantizedTensor
 
@@ -38,23 +41,46 @@ def linear(
 
     Raises:
         ShapeError: shapes that do not fit.
-        ConfigError: another dtype, no tensor, or an unknown recipe.
+        ConfigError: another dtype, no tensor, an unknown recipe, or one with delayed scaling.
 
     Numerics: each gradient has the dtype of its tensor. Sizes need not be multiples of anything: the op pads inside.
     """
+    recipe = current_recipe() if recipe is None else resolve(recipe)
+    if recipe.scaling_rule_text:
+        raise ConfigError(
+            f"linear: {type(recipe).__name__} needs a layer",
+            why="delayed scaling keeps scales and amaxes from step to step",
+            do="use fullgraph.Linear, or another recipe",
+        )
+    return _linear(
+        input, weight, bias, recipe=recipe, layer_name="", quantized_output=quantized_output
+    )
+
+
+def _linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    recipe: Recipe,
+    layer_name: str,
+    quantized_output: bool,
+    **state: Tensor | None,
+) -> Any:
+    """`linear`, with the state of delayed scaling as `LinearArguments` names it."""
     if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
         raise ConfigError(
             f"linear: input and weight must be tensors, got {type(input).__name__} and {type(weight).__name__}",
             why="their dtype, device and shape decide how the op runs",
             do="convert them with torch.as_tensor",
         )
-    recipe = current_recipe() if recipe is None else resolve(recipe)
     device = input.device.type
     dtype = input.dtype
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    token = linear_token(recipe.numerics_text, dtype, quantized_output)
-    return linear_op(LinearArguments(input, weight, bias), token=token)
+    token = linear_token(recipe.numerics_text_of(layer_name), dtype, quantized_output)
+    seed = draw_seed(input) if recipe.draws_forward else None
+    return linear_op(LinearArguments(input, weight, bias, seed=seed, **state), token=token)
 
 
 class Linear(nn.Linear):
@@ -83,6 +109,8 @@ class Linear(nn.Linear):
 
     recipe: Recipe | None
     return_bias: bool
+    layer_name: str
+    scaling_state: ScalingState
 
     def __init__(
         self,
@@ -102,10 +130,66 @@ class Linear(nn.Linear):
             quantizer = (self.recipe or current_recipe()).stored_quantizer(Role.WEIGHT)
             self.weight = nn.Parameter(quantize(self.weight.detach(), quantizer, BOTH))
 
-    def configure(self, recipe: Recipe | str | None, *, return_bias: bool = False) -> None:
-        """Set what `torch.nn.Linear` does not have. Parameters stay as they are."""
+    def configure(
+        self, recipe: Recipe | str | None, *, return_bias: bool = False, name: str = ""
+    ) -> None:
+        """Set what `torch.nn.Linear` does not have. Parameters, scales and amaxes stay as they are.
+
+        Args:
+            recipe: see the class.
+            return_bias: see the class.
+            name: what a `CustomRecipe` calls this layer.
+        """
         self.recipe = None if recipe is None else resolve(recipe)
         self.return_bias = return_bias
+        self.layer_name = name
+        if "scaling_state" not in self.__dict__:
+            self.scaling_state = ScalingState(self.weight.device)
+        self.scaling_state.set_rule("" if self.recipe is None else self.recipe.scaling_rule_text)
+
+    @property
+    def fp8_scale(self) -> Tensor:
+        """Scales of delayed scaling, float32 [4]: input, weight, output, grad_output; 1 where there is none yet. A copy."""
+        return self.scaling_state.scales()
+
+    @property
+    def fp8_amax_history(self) -> Tensor:
+        """Amaxes of delayed scaling, float32 [history_length, 4]: since the last update, then oldest to newest. A copy."""
+        return self.scaling_state.history()
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters as `torch.nn.Linear` does, and forget scales and amaxes."""
+        super().reset_parameters()
+        if "scaling_state" in self.__dict__:  # not yet, when torch.nn.Linear constructs itself
+            self.scaling_state.reset()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.scaling_state.follow(self.weight.device)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.scaling_state.is_fresh:
+            for key in (SCALE_KEY, HISTORY_KEY):
+                destination[prefix + key] = getattr(self, key)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        state = self.scaling_state
+        state.follow(self.weight.device)
+        state.load_from(state_dict, prefix, missing_keys, unexpected_keys, error_msgs)
 
     def forward(self, input: Tensor, *, quantized_output: bool = False) -> Any:
         """Apply the layer.
@@ -122,14 +206,34 @@ class Linear(nn.Linear):
             ShapeError: the last dimension is not in_features.
         """
         bias = None if self.return_bias else self.bias
-        output = linear(
+        recipe = recipe_of(self, self.recipe)
+        output = _linear(
             input,
             self.weight,
             bias,
-            recipe=recipe_of(self, self.recipe),
+            recipe=recipe,
+            layer_name=self.layer_name,
             quantized_output=quantized_output,
+            **self._scaling(recipe.scaling_rule_text),
         )
         return (output, self.bias) if self.return_bias else output
+
+    def _scaling(self, rule: str) -> dict[str, Tensor | None]:
+        """What the op gets of the state: nothing without delayed scaling, and only scales where nothing is trained."""
+        if not rule:
+            return {}
+        state = self.scaling_state
+        if not torch.compiler.is_compiling():
+            state.follow(self.weight.device)  # FSDP moves parameters without telling their module
+            if state.rule != rule:
+                state.set_rule(rule)
+        trains = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        return {
+            "forward_scale": state.forward_scale,
+            "forward_amax": state.forward_amax if trains else None,
+            "backward_scale": state.backward_scale,
+            "backward_amax": state.backward_amax if trains else None,
+        }
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""

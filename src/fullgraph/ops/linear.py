@@ -4,9 +4,12 @@
     dgrad   grad_input[M, K]  = grad_output[M, N]      @ weight[N, K]
     wgrad   grad_weight[N, K] = grad_output[M, N]^T    @ input[M, K]
 
-8-bit GEMMs read both operands along the contraction, so dgrad takes the columnwise copy of the weight, and wgrad those
-of grad_output and input. The plan asks for exactly the copies that the GEMMs which will run need: a frozen weight
-costs no columnwise input, a frozen input no columnwise weight.
+Low-precision GEMMs read both operands along the contraction, so dgrad takes the columnwise copy of the weight, and
+wgrad those of grad_output and input. The plan asks for exactly the copies that the GEMMs which will run need: a
+frozen weight costs no columnwise input, a frozen input no columnwise weight.
+
+With delayed scaling the op reads scales and raises amaxes; whose they are, and how the one becomes the other, is not
+its business (`nn/scaling.py`, `ops/scaling.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +25,23 @@ from torch.nn import functional as F
 
 from fullgraph import customop, gemm
 from fullgraph._version import __version__
-from fullgraph.customop import FROM_TOKEN, Pass, Plan, Planned, TensorSpec
+from fullgraph.customop import FROM_TOKEN, Carry, Mut, Pass, Plan, Planned, TensorSpec
 from fullgraph.customop.token import Encoded
 from fullgraph.errors import ConfigError, ShapeError, describe
-from fullgraph.formats import BOTH, COLUMNWISE, ROWWISE, Orientation
+from fullgraph.formats import BOTH, COLUMNWISE, ROWWISE, Orientation, Scaling
 from fullgraph.gemm import GemmBackend
-from fullgraph.recipes import LinearNumerics
-from fullgraph.tensor import HIGH_PRECISION, QuantizedParts, Quantizer
+from fullgraph.ops.scaling import count_use
+from fullgraph.random import new_seed
+from fullgraph.recipes import BackwardOverride, LinearNumerics
+from fullgraph.tensor import (
+    HIGH_PRECISION,
+    NO_STATE,
+    PLAIN,
+    CastState,
+    Layout,
+    QuantizedParts,
+    Quantizer,
+)
 
 
 @dataclasses.dataclass
@@ -39,6 +52,11 @@ class LinearArguments:
         input: [..., K], plain or quantized.
         weight: [N, K], plain or quantized.
         bias: [N], or None.
+        forward_scale: scales of input, weight and output, float32 [3]; None without delayed scaling.
+        forward_amax: their amaxes, float32 [3], raised; None if they are not to be recorded.
+        backward_scale: scale of grad_output, float32 [1].
+        backward_amax: its amax, float32 [1], raised by the backward op.
+        seed: int64 [], random numbers of stochastic rounding in the forward pass, if there is any.
         numerics: quantizers and accumulation, resolved from a recipe.
         output_dtype: dtype of the output, and of GEMMs in high precision.
         quantized_output: whether the output comes back quantized.
@@ -47,6 +65,11 @@ class LinearArguments:
     input: Tensor
     weight: Tensor
     bias: Tensor | None
+    forward_scale: Tensor | None = None
+    forward_amax: Mut[Tensor | None] = None
+    backward_scale: Carry[Tensor | None] = None
+    backward_amax: Carry[Tensor | None] = None
+    seed: Tensor | None = None
     numerics: LinearNumerics = FROM_TOKEN
     output_dtype: torch.dtype = FROM_TOKEN
     quantized_output: bool = FROM_TOKEN
@@ -61,13 +84,18 @@ class LinearBackwardArguments:
         grad_output: [..., N].
         input: what wgrad reads: the columnwise copy, or the input as it was; None if no one needs wgrad.
         weight: what dgrad reads, likewise.
-        numerics, output_dtype: as forward.
+        backward_scale: as forward.
+        backward_amax: as forward.
+        numerics: as forward.
+        output_dtype: as forward.
         input_dtype, weight_dtype, bias_dtype: dtypes of the gradients.
     """
 
     grad_output: Tensor
     input: Tensor | None
     weight: Tensor | None
+    backward_scale: Tensor | None
+    backward_amax: Mut[Tensor | None]
     numerics: LinearNumerics
     output_dtype: torch.dtype
     input_dtype: Planned[torch.dtype]
@@ -82,19 +110,21 @@ class Decisions:
 
     Args:
         gemms: name of each GEMM that runs -> its backend, or None for high precision.
+        pads: name of each low-precision GEMM -> what its contraction is rounded up to a multiple of.
         copies: operand -> the copies that are made of it by quantizing here; absent ones are not quantized.
-        pad: what the contraction of every copy is padded to a multiple of.
+        layout: how the device wants the copies.
     """
 
     gemms: dict[str, GemmBackend | None]
+    pads: dict[str, int]
     copies: dict[str, Orientation]
-    pad: int
+    layout: Layout
 
 
 def plan_forward(a: Any) -> Plan:
     """Decide the forward pass from `LinearArguments` of specs: copies to make, tensors to save, the output's form."""
     _check(a)
-    numerics = a.numerics
+    numerics, layout = a.numerics, _cast_layout(a)
     dgrad, wgrad = "input" in a.needs, "weight" in a.needs
     device = a.input.device
     fprop = numerics.low_precision_fprop
@@ -102,21 +132,24 @@ def plan_forward(a: Any) -> Plan:
         input=(a.input, fprop, wgrad and numerics.low_precision_wgrad),
         weight=(a.weight, fprop, dgrad and numerics.low_precision_dgrad),
     )
-    backend = (
-        _backend(device, (a.input, numerics.input), (a.weight, numerics.weight)) if fprop else None
-    )
+    gemms: dict[str, GemmBackend | None] = {"fprop": None}
+    pads: dict[str, int] = {}
+    if fprop:
+        gemms["fprop"], pads["fprop"] = _choose(a, ("input", ROWWISE), ("weight", ROWWISE))
     saved: dict[str, Any] = {}
     saved_inputs: dict[str, str] = {}
-    if wgrad:
-        if _is_saved_quantized(a.input, numerics.low_precision_wgrad):
-            saved["input"] = _saved_spec(a.input, numerics.input)
-        else:
-            saved_inputs["input"] = "input"
-    if dgrad:
-        if _is_saved_quantized(a.weight, numerics.low_precision_dgrad):
-            saved["weight"] = _saved_spec(a.weight, numerics.weight)
-        else:
-            saved_inputs["weight"] = "weight"
+    for name, wanted, low_precision in (
+        ("input", wgrad, numerics.low_precision_wgrad),
+        ("weight", dgrad, numerics.low_precision_dgrad),
+    ):
+        tensor = getattr(a, name)
+        copy = _saved_copy(numerics, tensor, low_precision)
+        if wanted and copy is not None:
+            rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+            quantizer = getattr(numerics, name)
+            saved[name] = quantizer.spec((rows, columns), tensor.dtype, device, copy, layout)
+        elif wanted:
+            saved_inputs[name] = name
     shape = (*a.input.shape[:-1], a.weight.shape[0])
     if a.quantized_output:
         output: Any = numerics.output.spec(shape, a.output_dtype, device, ROWWISE)
@@ -131,21 +164,25 @@ def plan_forward(a: Any) -> Plan:
             "weight_dtype": a.weight.dtype,
             "bias_dtype": None if a.bias is None else a.bias.dtype,
         },
-        decisions=Decisions({"fprop": backend}, copies, gemm.alignment(device)),
+        decisions=Decisions(gemms, pads, copies, gemm.layout(device)),
     )
 
 
 def forward(plan: Plan, a: Any) -> dict[str, Any]:
     """Execute a forward plan on `LinearArguments` of tensors and parts."""
     numerics, decisions = a.numerics, plan.decisions
-    input = _quantized("input", a.input, numerics.input, decisions)
-    weight = _quantized("weight", a.weight, numerics.weight, decisions)
+    if a.forward_amax is not None:
+        count_use(a.forward_amax)
+    layout = _cast_layout(a)
+    input = _quantized("input", a, decisions, layout, _forward_state(a, 0))
+    weight = _quantized("weight", a, decisions, layout, _forward_state(a, 1))
     if decisions.gemms["fprop"] is not None:
         output = _gemm(
             "fprop",
+            a,
             decisions,
-            (input, ROWWISE),
-            (weight, ROWWISE),
+            ("input", input, ROWWISE),
+            ("weight", weight, ROWWISE),
             bias=a.bias,
             out_dtype=a.output_dtype,
             split_accumulator=numerics.fprop_split_accumulator,
@@ -154,12 +191,12 @@ def forward(plan: Plan, a: Any) -> dict[str, Any]:
         bias = None if a.bias is None else a.bias.to(a.output_dtype)
         output = F.linear(_matrix(a.input, a.output_dtype), _plain(a.weight, a.output_dtype), bias)
     output = output.view(*a.input.shape[:-1], a.weight.shape[0])
-    results: dict[str, Any] = {
-        "output": numerics.output.quantize(output, ROWWISE) if a.quantized_output else output
-    }
+    if a.quantized_output:
+        output = numerics.output.quantize(output, ROWWISE, state=_forward_state(a, 2))
+    results: dict[str, Any] = {"output": output}
     for name, operand in (("input", input), ("weight", weight)):
         if name in plan.saved:
-            results[name] = operand.only(COLUMNWISE)
+            results[name] = operand.only(plan.saved[name].orientation)
     return results
 
 
@@ -168,20 +205,19 @@ def plan_backward(a: Any) -> Plan:
     grad_output, device, numerics = a.grad_output, a.grad_output.device, a.numerics
     outputs: dict[str, TensorSpec] = {}
     gemms: dict[str, GemmBackend | None] = {}
+    pads: dict[str, int] = {}
     if "input" in a.needs:
-        gemms["dgrad"] = (
-            _backend(device, (grad_output, numerics.grad_output), (a.weight, numerics.weight))
-            if numerics.low_precision_dgrad
-            else None
-        )
+        gemms["dgrad"] = None
+        if numerics.low_precision_dgrad:
+            operands = ("grad_output", ROWWISE), ("weight", COLUMNWISE)
+            gemms["dgrad"], pads["dgrad"] = _choose(a, *operands)
         shape = (*grad_output.shape[:-1], a.weight.shape[-1])
         outputs["input"] = TensorSpec(shape, a.input_dtype, device)
     if "weight" in a.needs:
-        gemms["wgrad"] = (
-            _backend(device, (grad_output, numerics.grad_output), (a.input, numerics.input))
-            if numerics.low_precision_wgrad
-            else None
-        )
+        gemms["wgrad"] = None
+        if numerics.low_precision_wgrad:
+            operands = ("grad_output", COLUMNWISE), ("input", COLUMNWISE)
+            gemms["wgrad"], pads["wgrad"] = _choose(a, *operands)
         shape = (grad_output.shape[-1], a.input.shape[-1])
         outputs["weight"] = TensorSpec(shape, a.weight_dtype, device)
     if "bias" in a.needs:
@@ -193,23 +229,30 @@ def plan_backward(a: Any) -> Plan:
             gemms.get("wgrad") is not None,
         )
     )
-    return Plan(outputs, decisions=Decisions(gemms, copies, gemm.alignment(device)))
+    return Plan(outputs, decisions=Decisions(gemms, pads, copies, gemm.layout(device)))
 
 
 def backward(plan: Plan, a: Any) -> dict[str, Tensor]:
     """Execute a backward plan on `LinearBackwardArguments` of tensors and parts."""
     numerics, decisions = a.numerics, plan.decisions
-    rows = math.prod(a.grad_output.shape[:-1])
-    grad_output = a.grad_output.reshape(rows, a.grad_output.shape[-1])
-    quantized = _quantized("grad_output", grad_output, numerics.grad_output, decisions)
+    grad_output = _as_matrix(a.grad_output)
+    state = NO_STATE
+    if "grad_output" in decisions.copies:
+        state = CastState(
+            None if a.backward_scale is None else a.backward_scale[0],
+            None if a.backward_amax is None else a.backward_amax[0],
+            new_seed(grad_output.device) if numerics.grad_output.is_stochastic else None,
+        )
+    quantized = _quantized("grad_output", a, decisions, decisions.layout, state)
     grads = {}
     if "input" in plan.outputs:
         if decisions.gemms["dgrad"] is not None:
             grad = _gemm(
                 "dgrad",
+                a,
                 decisions,
-                (quantized, ROWWISE),
-                (a.weight, COLUMNWISE),
+                ("grad_output", quantized, ROWWISE),
+                ("weight", a.weight, COLUMNWISE),
                 out_dtype=a.input_dtype,
                 split_accumulator=numerics.dgrad_split_accumulator,
             )
@@ -220,9 +263,10 @@ def backward(plan: Plan, a: Any) -> dict[str, Tensor]:
         if decisions.gemms["wgrad"] is not None:
             grad = _gemm(
                 "wgrad",
+                a,
                 decisions,
-                (quantized, COLUMNWISE),
-                (a.input, COLUMNWISE),
+                ("grad_output", quantized, COLUMNWISE),
+                ("input", a.input, COLUMNWISE),
                 out_dtype=a.weight_dtype,
                 split_accumulator=numerics.wgrad_split_accumulator,
             )
@@ -243,52 +287,88 @@ def _copies(**operands: tuple[Any, bool, bool]) -> dict[str, Orientation]:
     return copies
 
 
-def _backend(device: torch.device, a: tuple[Any, Any], b: tuple[Any, Any]) -> GemmBackend:
-    """The routine of a low-precision GEMM of two (tensor, quantizer) operands."""
-    formats = [
-        (tensor.quantizer if isinstance(tensor, QuantizedParts) else quantizer).format
-        for tensor, quantizer in (a, b)
-    ]
-    return gemm.select(device, *formats)
+def _choose(a: Any, *operands: tuple[str, Orientation]) -> tuple[GemmBackend, int]:
+    """The routine of a low-precision GEMM of two operands, and what their contraction is padded to a multiple of."""
+    kinds = []
+    for name, copy in operands:
+        quantizer = _quantizer_of(a, name, copy)
+        format = None if quantizer.scaling is Scaling.CUSTOM else quantizer.format
+        kinds.append(gemm.Kind(format, quantizer.scaling))
+    device = getattr(a, operands[0][0]).device
+    backend = gemm.select(device, *kinds, allow_emulation=a.numerics.allow_emulation)
+    return backend, max([gemm.layout(device).pad(kind.scaling) for kind in kinds])
 
 
-def _is_saved_quantized(tensor: Any, low_precision: bool) -> bool:
-    """Whether a columnwise copy made here is saved, rather than the tensor as it came."""
-    return low_precision and not isinstance(tensor, QuantizedParts)
+def _quantizer_of(a: Any, name: str, copy: Orientation) -> Quantizer:
+    """Whose codes a GEMM reads: those of a tensor that came quantized, if the other operand is cast to match."""
+    tensor, own = getattr(a, name), getattr(a.numerics, name).for_copy(copy)
+    given = tensor.quantizer.for_copy(copy) if isinstance(tensor, QuantizedParts) else None
+    return own if given is None or (copy is COLUMNWISE and given.rotates != own.rotates) else given
 
 
-def _saved_spec(tensor: TensorSpec, quantizer: Quantizer) -> QuantizedParts:
-    matrix = (math.prod(tensor.shape[:-1]), tensor.shape[-1])
-    pad = gemm.alignment(tensor.device)
-    return quantizer.spec(matrix, tensor.dtype, tensor.device, COLUMNWISE, pad=pad)
+def _cast_layout(a: Any) -> Layout:
+    """How copies are made in the forward pass. What is decoded in the backward pass is saved as it is."""
+    if a.numerics.backward_override is BackwardOverride.DEQUANTIZED:
+        return PLAIN
+    return gemm.layout(a.input.device)
 
 
-def _quantized(name: str, tensor: Any, quantizer: Any, decisions: Decisions) -> Any:
+def _saved_copy(numerics: LinearNumerics, tensor: Any, low_precision: bool) -> Orientation | None:
+    """Which copy made here is saved for the backward pass; None if it is the tensor as it came."""
+    if isinstance(tensor, QuantizedParts):
+        return None
+    if low_precision:
+        return COLUMNWISE
+    decoded = numerics.backward_override is BackwardOverride.DEQUANTIZED
+    return ROWWISE if decoded and numerics.low_precision_fprop else None
+
+
+def _forward_state(a: Any, slot: int) -> CastState:
+    """What the cast of input (0), weight (1) or output (2) takes."""
+    if a.forward_scale is None and a.seed is None:
+        return NO_STATE
+    return CastState(
+        None if a.forward_scale is None else a.forward_scale[slot],
+        None if a.forward_amax is None else a.forward_amax[slot],
+        None if a.seed is None else a.seed + slot,
+    )
+
+
+def _quantized(name: str, a: Any, decisions: Decisions, layout: Layout, state: CastState) -> Any:
     """An operand as a quantized matrix with the copies that were decided; as it is if there are none to make."""
-    copies = decisions.copies.get(name)
+    tensor, copies = getattr(a, name), decisions.copies.get(name)
     if copies is None:
         return tensor
-    matrix = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
-    return quantizer.quantize(matrix, copies, pad=decisions.pad)
+    return getattr(a.numerics, name).quantize(_as_matrix(tensor), copies, layout, state)
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _gemm(
     name: str,
+    a: Any,
     decisions: Decisions,
-    a: tuple[QuantizedParts, Orientation],
-    b: tuple[QuantizedParts, Orientation],
+    left: tuple[str, QuantizedParts, Orientation],
+    right: tuple[str, QuantizedParts, Orientation],
     **options: Any,
 ) -> Tensor:
-    """a @ b^T over the copies that have the contraction last."""
-    operands = [
-        gemm.Operand(
-            *parts.quantizer.matrix(parts, orientation, pad=decisions.pad), parts.quantizer.format
-        )
-        for parts, orientation in (a, b)
-    ]
+    """left @ right^T over the copies that have the contraction last, given as (operand, tensor, copy)."""
     backend = decisions.gemms[name]
     assert backend is not None
+    operands = [_operand(a, *side, decisions.layout) for side in (left, right)]
     return gemm.gemm(backend, *operands, **options)
+
+
+def _operand(
+    a: Any, name: str, parts: QuantizedParts, copy: Orientation, layout: Layout
+) -> gemm.Operand:
+    quantizer = _quantizer_of(a, name, copy)
+    came_quantized = isinstance(getattr(a, name), QuantizedParts)
+    if came_quantized and parts.quantizer.for_copy(copy) != quantizer:
+        parts = quantizer.quantize(_as_matrix(parts.decode()), copy, layout)
+    return parts.quantizer.operand(parts, copy, layout)
 
 
 def _plain(tensor: Any, dtype: torch.dtype) -> Tensor:
@@ -298,8 +378,7 @@ def _plain(tensor: Any, dtype: torch.dtype) -> Tensor:
 
 def _matrix(tensor: Any, dtype: torch.dtype) -> Tensor:
     """The same, as a matrix."""
-    plain = _plain(tensor, dtype)
-    return plain.reshape(math.prod(plain.shape[:-1]), plain.shape[-1])
+    return _as_matrix(_plain(tensor, dtype))
 
 
 def _check(a: Any) -> None:

@@ -1,52 +1,122 @@
-"""The GEMM of two per-tensor quantized matrices, by exact upcast.
+"""The GEMM of two quantized matrices, by exact upcast, and the decoding of one.
 
-Every E4M3 or E5M2 value is exact in float32 (and in bfloat16 and TF32), so multiplying the
-unscaled codes loses nothing but the rounding of the sums.
+Every code is exact in float32, and so is its product with the scale of its block where that is a power of two or an
+8-bit number, so multiplying decoded blocks loses nothing but the rounding of the sums. Scales that are constant
+along the contraction, per tensor and per row, are multiplied afterwards.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-from fullgraph.formats import Format
+from fullgraph.formats import Format, Scaling
+from fullgraph.reference.block import decode_block
 from fullgraph.reference.codes import decode
+from fullgraph.reference.mx import decode_mx
+from fullgraph.reference.nvfp4 import decode_nvfp4
+from fullgraph.reference.swizzle import unswizzle
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One side of a GEMM, stored along the contraction.
+
+    Args:
+        data: uint8 [rows, contraction], row-major, codes of `format` (E2M1: [rows, contraction / 2], two a byte);
+            values in float32 where the scaling is CUSTOM.
+        scale_inv: decode scales, stored as `Scaling` says; None where the scaling is CUSTOM.
+        format: of the codes.
+        scaling: which elements share a scale.
+        tensor_scale_inv: the second level of BLOCK_1X16, float32 [] or [rows].
+    """
+
+    data: Tensor
+    scale_inv: Tensor | None
+    format: Format
+    scaling: Scaling
+    tensor_scale_inv: Tensor | None = None
+
+
+def decode_operand(operand: Operand) -> Tensor:
+    """The values of an operand.
+
+    Args:
+        operand: any scaling.
+
+    Returns:
+        float32 [rows, contraction], the padding of the contraction included, as zeros.
+
+    Numerics: one rounding to float32 for each level of scales that is no power of two.
+    """
+    values, outer = _decode_inner(operand), _outer_scale(operand)
+    if outer is None:
+        return values
+    return values * (outer if outer.dim() == 0 else outer[:, None])
 
 
 def gemm_upcast(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    a_format: Format,
-    b: Tensor,
-    b_scale_inv: Tensor,
-    b_format: Format,
+    a: Operand,
+    b: Operand,
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Multiply two quantized matrices that are both stored along the contraction.
 
-    out[m, n] = (sum_k a[m, k] b[n, k]) (a_scale_inv b_scale_inv) + bias[n]
+    out[m, n] = sum_k a[m, k] b[n, k] + bias[n]
 
     Args:
-        a: uint8 [M, K], codes of `a_format`.
-        a_scale_inv: float32 [].
-        a_format: E4M3 or E5M2.
-        b: uint8 [N, K], codes of `b_format`.
-        b_scale_inv: float32 [].
-        b_format: E4M3 or E5M2.
+        a: [M, K].
+        b: [N, K]; of another scaling than `a` if you like. The zeros that pad the contraction may differ in number.
         bias: floating dtype [N], or None.
         out_dtype: dtype of the result.
 
     Returns:
         `out_dtype` [M, N]; M, N or K may be 0.
 
-    Numerics: sum, scale and bias in float32, one rounding to `out_dtype`. Against float64 the
-        relative Frobenius error is below 2e-5 for float32 output, 4e-3 for bfloat16. Never
-        `torch._scaled_mm`: on some CPUs it is a thousand times slower than this.
+    Numerics: sum, scale and bias in float32, one rounding to `out_dtype`. Against float64 the relative Frobenius
+        error is below 2e-5 for float32 output, 4e-3 for bfloat16. Never `torch._scaled_mm`: on some CPUs it is a
+        thousand times slower than this.
     """
-    product = decode(a, a_format) @ decode(b, b_format).t()
-    product = product.mul_(a_scale_inv * b_scale_inv)
+    left, right = _decode_inner(a), _decode_inner(b)
+    contraction = min(left.shape[1], right.shape[1])
+    product = left[:, :contraction] @ right[:, :contraction].t()
+    scales = _outer_scale(a), _outer_scale(b)
+    if all(s is not None and s.dim() == 0 for s in scales):
+        product = product.mul_(scales[0] * scales[1])  # type: ignore[operator]
+    else:
+        for scale, shape in zip(scales, ((-1, 1), (1, -1)), strict=True):
+            if scale is not None:
+                product = product.mul_(scale if scale.dim() == 0 else scale.view(shape))
     if bias is not None:
         product = product.add_(bias.to(torch.float32))
     return product.to(out_dtype)
+
+
+def _decode_inner(operand: Operand) -> Tensor:
+    """Codes times the scales that vary along the contraction, float32 [rows, contraction]."""
+    data, scale_inv, scaling = operand.data, operand.scale_inv, operand.scaling
+    if scaling is Scaling.CUSTOM:
+        return data
+    if scaling in (Scaling.TENSOR, Scaling.ROW):
+        return decode(data, operand.format)
+    assert scale_inv is not None
+    if scaling in (Scaling.BLOCK_1X128, Scaling.BLOCK_128X128):
+        two_dimensional = scaling is Scaling.BLOCK_128X128
+        return decode_block(data, scale_inv, operand.format, two_dimensional=two_dimensional)
+    if scale_inv.dim() == 1:
+        contraction = data.shape[1] * operand.format.codes_per_byte
+        scale_inv = unswizzle(scale_inv, data.shape[0], -(-contraction // scaling.block))
+    if scaling is Scaling.BLOCK_1X32:
+        return decode_mx(data, scale_inv, operand.format)
+    return decode_nvfp4(data, scale_inv)
+
+
+def _outer_scale(operand: Operand) -> Tensor | None:
+    """The scales that are constant along the contraction: float32 [] or [rows], or None."""
+    if operand.scaling in (Scaling.TENSOR, Scaling.ROW):
+        return operand.scale_inv
+    return operand.tensor_scale_inv

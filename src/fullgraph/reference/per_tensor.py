@@ -109,9 +109,55 @@ def cast_per_tensor(
     Numerics: product in float32, nearest-even, saturates at +-format.max (infinity too); -0 stays
         -0; every NaN becomes `format.nan_code`. Padding is byte 0.
     """
-    if x.dim() != 2:
-        raise ShapeError(f"cast_per_tensor: a matrix is needed (x: {describe(x)})")
     scale = scale_from_amax(amax, format, x.dtype, eps=eps, power_of_two=power_of_two)
+    return _cast("cast_per_tensor", x, scale, format, orientation, pad)
+
+
+def cast_delayed(
+    x: Tensor,
+    encode_scale: Tensor,
+    amax: Tensor | None,
+    format: Format,
+    *,
+    orientation: Orientation = ROWWISE,
+    pad: int = 1,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Cast a matrix with a scale from elsewhere, and record the magnitude of what was cast.
+
+    data = saturate(x * encode_scale), scale_inv = 1 / encode_scale; amax = max(amax, |x|)
+
+    Args:
+        x: floating dtype [M, K], any strides.
+        encode_scale: float32 [], the factor before the cast.
+        amax: float32 [], not negative, raised in place; None records nothing.
+        format: E4M3 or E5M2.
+        orientation: which copies to make.
+        pad: see `cast_per_tensor`.
+
+    Returns:
+        As `cast_per_tensor`; scale_inv in a storage of its own too.
+
+    Raises:
+        ShapeError: x is not a matrix.
+
+    Numerics: the cast as in `cast_per_tensor`. NaN elements do not enter the amax, infinite ones do. Doing it twice
+        leaves the same amax as doing it once.
+    Source: TransformerEngine 2.20, the casts of DelayedScaling.
+    """
+    copies = _cast("cast_delayed", x, encode_scale, format, orientation, pad)
+    if amax is not None and x.numel() > 0:
+        magnitudes = x.abs()
+        numbers = torch.where(magnitudes.isnan(), 0.0, magnitudes)
+        amax.copy_(torch.maximum(amax, numbers.amax().to(torch.float32)))
+    return copies
+
+
+def _cast(
+    name: str, x: Tensor, scale: Tensor, format: Format, orientation: Orientation, pad: int
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """The cast itself, once the factor before it is known."""
+    if x.dim() != 2:
+        raise ShapeError(f"{name}: a matrix is needed (x: {describe(x)})")
     # Flat and back, so that strides of x, also of dimensions of size 1, do not reach the result.
     data = encode(x.reshape(-1).to(torch.float32) * scale, format).view(x.shape)
     rowwise = pad_columns(data, pad) if orientation.rowwise else None

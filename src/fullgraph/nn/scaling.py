@@ -1,0 +1,293 @@
+"""State of delayed scaling: what each layer keeps, how it is saved, and the update that a training loop calls once a step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fullgraph.customop.token import parse
+from fullgraph.delayed import FORWARD_SLOTS, SLOTS
+from fullgraph.errors import ConfigError, describe
+from fullgraph.nn.autocast import current_recipe
+from fullgraph.ops import scaling
+
+SCALE_KEY = "fp8_scale"
+HISTORY_KEY = "fp8_amax_history"
+"""The entries of a state_dict, behind the prefix of the layer."""
+
+_last_load: list[Any] = [None]
+"""The list of missing keys of the last load that warned; all layers of one `load_state_dict` are given the same list."""
+
+
+class ScalingState:
+    """Scales and amaxes of one layer. Made by `fg.Linear`, as its attribute `scaling_state`.
+
+    They are no buffers: DDP would broadcast them and `.to(torch.bfloat16)` would round them. They follow the device of the
+    layer and stay float32. All of them exist before the first forward pass, so that nothing is made while a graph is traced.
+
+    Attributes:
+        forward_scale: factors before the casts of input, weight and output, float32 [3].
+        forward_amax: largest magnitudes of these since the last update, float32 [3].
+        backward_scale: the factor before the cast of grad_output, float32 [1].
+        backward_amax: its largest magnitude, float32 [1].
+        amax_history: amaxes of earlier steps, float32 [history_length - 1, 4], the newest row last; columns input, weight,
+            output, grad_output. None while there is no rule, which says how many rows there are.
+        rule: the encoded `ScalingRule` of the layer's recipe, or of the last one it ran with; "" without delayed scaling.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rule = ""
+        self._start(device, None)
+
+    def _start(self, device: torch.device, rows: int | None) -> None:
+        with torch.inference_mode(False):
+            self.forward_scale = torch.ones(FORWARD_SLOTS, device=device, dtype=torch.float32)
+            self.forward_amax = torch.zeros_like(self.forward_scale)
+            self.backward_scale = torch.ones(
+                len(SLOTS) - FORWARD_SLOTS, device=device, dtype=torch.float32
+            )
+            self.backward_amax = torch.zeros_like(self.backward_scale)
+            self.amax_history = None if rows is None else self._rows(rows)
+
+    def _rows(self, count: int) -> Tensor:
+        return self.forward_scale.new_zeros((count, len(SLOTS)))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state is."""
+        return self.forward_scale.device
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was recorded, updated or loaded yet. Reads the state on the host."""
+        if self.device.type == "meta" or type(self.forward_scale) is not Tensor:
+            return True  # no data, as under a fake tensor mode
+        return not ((self.scales() != 1).any() | self.history().any())
+
+    def scales(self) -> Tensor:
+        """The scales of all slots, float32 [4]: input, weight, output, grad_output. A copy."""
+        return torch.cat([self.forward_scale, self.backward_scale])
+
+    def history(self) -> Tensor:
+        """What was recorded since the last update, then the history, float32 [history_length, 4]. A copy."""
+        recorded = torch.cat([self.forward_amax, self.backward_amax]).unsqueeze(0)
+        return recorded if self.amax_history is None else torch.cat([recorded, self.amax_history])
+
+    def set_rule(self, rule: str) -> None:
+        """Take a rule, and make the history as long as it says: the newest rows stay, older ones are zeros."""
+        self.rule = rule
+        if rule:
+            self._resize(parse(f"rule={rule}")["rule"].history_length - 1)
+
+    def _resize(self, rows: int) -> None:
+        old = self.amax_history
+        if old is not None and len(old) == rows:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self.amax_history = self._rows(rows)
+            kept = 0 if old is None else min(rows, len(old))
+            if kept and old is not None:
+                self.amax_history[rows - kept :] = old[len(old) - kept :]
+
+    def reset(self) -> None:
+        """Forget everything but the rule, in place."""
+        with torch.no_grad():
+            for scales in (self.forward_scale, self.backward_scale):
+                scales.fill_(1.0)
+            for amaxes in (self.forward_amax, self.backward_amax, self.amax_history):
+                if amaxes is not None:
+                    amaxes.zero_()
+
+    def follow(self, device: torch.device) -> None:
+        """Move to a device. Coming from meta tensors, which have no data, everything starts anew."""
+        if device == self.device:
+            return
+        rows = None if self.amax_history is None else len(self.amax_history)
+        before = None if self.device.type == "meta" else (self.scales(), self.history())
+        self._start(device, rows)
+        if before is not None:
+            self.load(*before)
+
+    def load(self, scales: Tensor, history: Tensor) -> None:
+        """Take over what `scales` and `history` returned, in place.
+
+        A history of another length than the rule's is cut to its newest rows, or preceded by zeros.
+
+        Args:
+            scales: [4].
+            history: [any number >= 1, 4], row 0 what was recorded, then the history, the newest row last.
+        """
+        with torch.no_grad():
+            self.forward_scale.copy_(scales[:FORWARD_SLOTS])
+            self.backward_scale.copy_(scales[FORWARD_SLOTS:])
+            self.forward_amax.copy_(history[0, :FORWARD_SLOTS])
+            self.backward_amax.copy_(history[0, FORWARD_SLOTS:])
+            rows = len(history) - 1
+            if self.amax_history is None:
+                if rows == 0:
+                    return
+                self._resize(rows)
+            assert self.amax_history is not None
+            kept = min(rows, len(self.amax_history))
+            self.amax_history.zero_()
+            self.amax_history[len(self.amax_history) - kept :] = history[1 + rows - kept :]
+
+    def load_from(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """The part of a layer's `_load_from_state_dict` that concerns this state.
+
+        A checkpoint without it is no error: delayed scaling then starts anew, and a warning says so, once for each load.
+
+        Warns:
+            UserWarning: a layer with delayed scaling is loaded from a checkpoint without scales.
+        """
+        keys = [prefix + SCALE_KEY, prefix + HISTORY_KEY]
+        for key in keys:
+            if key in unexpected_keys:
+                unexpected_keys.remove(key)
+        scales, history = [state_dict.get(key) for key in keys]
+        if scales is not None and history is not None:
+            if tuple(scales.shape) == (len(SLOTS),) and history.shape[1:] == scales.shape:
+                self.load(scales, history)
+            else:
+                error_msgs.append(
+                    f"{keys[0]} and {keys[1]} must be [{len(SLOTS)}] and [history_length, {len(SLOTS)}], "
+                    f"got {describe(scales)} and {describe(history)}"
+                )
+        elif f"{prefix}weight" in state_dict and (self.rule or not self.is_fresh):
+            self.reset()
+            if _last_load[0] is not missing_keys:
+                _last_load[0] = missing_keys
+                warnings.warn(
+                    f"the checkpoint has no scales for delayed scaling ({keys[0]} and {keys[1]}); they start anew.\n"
+                    "Why: it was saved before the model ran with delayed scaling.\n"
+                    "Do: nothing, if that is so: a few steps make new ones. To resume exactly, load a checkpoint that was "
+                    "saved by a model that had run.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+
+def update_scales(model: nn.Module, *, group: Any = None) -> None:
+    """Make the scales of the next step from the amaxes of this one, for every layer with delayed scaling, in one op.
+
+    scale = format.max * 2^-margin / amax, amax = algorithm(history, newest)
+
+    Call it once after each optimizer step, in eager mode or inside a compiled function (then the layers must have run, or
+    have been given, a recipe before). A tensor that was not cast since the last update keeps scale and history.
+
+    Args:
+        model: any module; all of its `fg.Linear` layers that have a recipe with delayed scaling, or ran with one.
+        group: process group whose ranks share their largest amaxes, in one collective, where the recipe says so; the
+            default is the world. All of its ranks must call this with the same layers.
+
+    Raises:
+        ConfigError: the model has no `fg.Linear`, or none with delayed scaling.
+
+    Numerics: see `fullgraph.ops.scaling.update_scales`.
+
+    Example:
+        >>> layer = fullgraph.Linear(32, 8, recipe="fp8-delayed")
+        >>> layer(torch.full((4, 32), 2.0)).sum().backward()
+        >>> fullgraph.update_scales(layer)
+        >>> layer.scaling_state.forward_scale[0].item()  # 448 / 2
+        224.0
+    """
+    states = _states(model)
+    name = _group_name(group)
+    for device in dict.fromkeys([state.device for state in states]):
+        here = [state for state in states if state.device == device]
+        scaling.update_scales(
+            [state.forward_amax for state in here],
+            [state.backward_amax for state in here],
+            [state.amax_history for state in here],  # type: ignore[misc]
+            [state.forward_scale for state in here],
+            [state.backward_scale for state in here],
+            scaling.encode_rules([state.rule for state in here]),
+            name,
+        )
+
+
+def attach(
+    optimizer: torch.optim.Optimizer, model: nn.Module, *, group: Any = None
+) -> RemovableHandle:
+    """Call `update_scales(model)` after each step of an optimizer.
+
+    A step that a gradient scaler skips updates nothing; what was recorded then stays for the next one.
+
+    Args:
+        optimizer: of the parameters of the model. Attach one, if there are several.
+        model: see `update_scales`.
+        group: see `update_scales`.
+
+    Returns:
+        A handle; its `remove()` undoes this.
+
+    Example:
+        >>> layer = fullgraph.Linear(32, 8, recipe="fp8-delayed")
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> handle = fullgraph.attach(optimizer, layer)
+        >>> layer(torch.ones(4, 32)).sum().backward()
+        >>> optimizer.step()
+        >>> layer.scaling_state.forward_scale[0].item()
+        448.0
+    """
+
+    def update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        update_scales(model, group=group)
+
+    return optimizer.register_step_post_hook(update)
+
+
+def _states(model: nn.Module) -> list[ScalingState]:
+    """The states that have a rule, in the order of the modules; each with a history of the length it says."""
+    layers = [module for module in model.modules() if hasattr(module, "scaling_state")]
+    if not layers:
+        raise ConfigError(
+            f"update_scales: {type(model).__name__} has no fg.Linear",
+            why="scales and amaxes are kept by the layers",
+            do="pass the model that fullgraph.convert was given, not a part without linear layers",
+        )
+    if not torch.compiler.is_compiling():
+        for layer in layers:
+            _find_rule(layer)
+    states: list[ScalingState] = [layer.scaling_state for layer in layers]  # type: ignore[misc]
+    states = [state for state in states if state.rule]
+    if not states:
+        raise ConfigError(
+            f"update_scales: no fg.Linear of {type(model).__name__} has delayed scaling",
+            why="none has, or has run with, a recipe with delayed scaling",
+            do='give them one: fullgraph.convert(model, "fp8-delayed"); with fullgraph.autocast call update_scales once '
+            "inside of it, outside of compiled functions",
+        )
+    return states
+
+
+def _find_rule(layer: Any) -> None:
+    """Ask for the rule of a layer whose recipe comes from an autocast, and which ran only where it could not note it."""
+    state = layer.scaling_state
+    rule = scaling.used_rule(state.forward_scale) or state.rule
+    if not rule and layer.recipe is None:
+        rule = current_recipe().scaling_rule_text
+    state.set_rule(rule)
+
+
+def _group_name(group: Any) -> str:
+    """The name of the group, "" if there is nothing to share."""
+    distributed = torch.distributed
+    if group is None:
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return ""
+        group = distributed.group.WORLD
+    return "" if group.size() == 1 else group.group_name
