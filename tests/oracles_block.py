@@ -131,7 +131,7 @@ def _heavy(*shape):
     return torch.distributions.StudentT(3.0).sample(shape)
 
 
-# What a cast may meet: each takes another path through the scale or the rounding. The sizes have whole and ragged blocks.
+# What a cast may meet: each takes another path through the scale or the rounding. Whole blocks and ragged ones.
 SAMPLES = {
     "normal": lambda _, dtype: torch.randn(130, 300).to(dtype),
     "heavy-tailed": lambda _, dtype: _heavy(130, 300).to(dtype),
@@ -146,9 +146,9 @@ SAMPLES = {
     "subnormals of the dtype": lambda _, dtype: (
         torch.randn(9, 260).mul(torch.finfo(dtype).tiny / 4).to(dtype)
     ),
-    "smallest of the dtype": lambda _, dtype: (
-        torch.full((3, 130), torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps).to(dtype)
-    ),
+    "smallest of the dtype": lambda _, dtype: torch.full(
+        (3, 130), torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    ).to(dtype),
     "largest of the dtype": lambda _, dtype: torch.full(
         (3, 130), -torch.finfo(dtype).max, dtype=dtype
     ),
@@ -156,9 +156,9 @@ SAMPLES = {
         torch.randn(40, 260) * 2.0 ** torch.arange(-140, 20, 4)[:, None]
     ).to(dtype),
     "infinite": lambda _, dtype: _with(torch.randn(9, 260), r1_c7=INF, r8_c255=-INF).to(dtype),
-    "not a number": lambda _, dtype: (
-        _with(torch.randn(9, 260), r1_c7=NAN, r8_c255=-NAN, r8_c256=INF).to(dtype)
-    ),
+    "not a number": lambda _, dtype: _with(
+        torch.randn(9, 260), r1_c7=NAN, r8_c255=-NAN, r8_c256=INF
+    ).to(dtype),
     "one element": lambda _, dtype: torch.tensor([[-3.3]], dtype=dtype),
     "one block": lambda _, dtype: torch.randn(1, 128).to(dtype),
     "no rows": lambda _, dtype: torch.empty(0, 5, dtype=dtype),

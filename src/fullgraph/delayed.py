@@ -110,11 +110,12 @@ class ScalingRule:
 def register_algorithm(function: Algorithm) -> str:
     """Give a function a name by which rules, and the graphs compiled with them, find it.
 
-    A function that can be imported is found again in other processes. Others, such as those made in a function, are known
-    to this process only.
+    A function that can be imported is found again in other processes. Others, such as those made in a function, are
+    known to this process only.
 
     Args:
-        function: see `Algorithm`. It runs once a step, over all layers with equal rules; it must not read data on the host.
+        function: see `Algorithm`. It runs once a step, over all layers with equal rules; it must not read data on the
+            host.
 
     Returns:
         The name, "module:qualified.name".
@@ -132,7 +133,7 @@ def register_algorithm(function: Algorithm) -> str:
     name = f"{function.__module__}:{qualname}"
     if _imported(name) is function:
         _REGISTERED.pop(name, None)
-    elif _REGISTERED.setdefault(name, function) is not function:
+    elif not _is_same(_REGISTERED.setdefault(name, function), function):
         raise ConfigError(
             f"register_algorithm: two functions are called {name}",
             why="a rule knows its algorithm by name",
@@ -154,7 +155,7 @@ def find_algorithm(name: str) -> Algorithm:
         CompileError: there is no such function in this process.
     """
     found = BUILT_IN.get(name) or _REGISTERED.get(name) or _imported(name)
-    if not callable(found):
+    if found is None:
         raise CompileError(
             f"the scaling algorithm {name!r} was not found in this process",
             why="a recipe, and a graph that was compiled with it, name their algorithm by module and qualified name",
@@ -163,8 +164,17 @@ def find_algorithm(name: str) -> Algorithm:
     return found
 
 
-def _imported(name: str) -> Any:
-    """What can be imported as "module:qualified.name", or None."""
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two functions are one, or made by one piece of code that refers to nothing around it."""
+    if one is other:
+        return True
+    parts = ("__code__", "__defaults__", "__kwdefaults__")
+    is_plain = getattr(one, "__closure__", 0) is None and getattr(other, "__closure__", 0) is None
+    return is_plain and all(getattr(one, p) == getattr(other, p) for p in parts)
+
+
+def _imported(name: str) -> Algorithm | None:
+    """The function that can be imported as "module:qualified.name", or None."""
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -172,4 +182,4 @@ def _imported(name: str) -> Any:
         return None
     for part in path.split("."):
         found = getattr(found, part, None)
-    return found
+    return found if callable(found) else None  # type: ignore[return-value]

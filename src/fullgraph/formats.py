@@ -16,6 +16,8 @@ import enum
 
 import torch
 
+from fullgraph.errors import ConfigError
+
 
 @dataclasses.dataclass(frozen=True)
 class FormatSpec:
@@ -245,11 +247,63 @@ class FourOverSix(enum.Enum):
     MAE = "mae"
     MSE = "mse"
 
+    @property
+    def scale_max(self) -> float:
+        """The largest scale that maps to 6; E4M3 has room above it for one that maps to 4, 6/4 as large."""
+        return 256.0
+
+
+def check_nvfp4_options(
+    pad: int,
+    *,
+    two_dimensional: bool,
+    hadamard: bool,
+    four_over_six: FourOverSix | None,
+    row_scaled: bool,
+    seed: torch.Tensor | None,
+) -> None:
+    """Refuse what `cast_nvfp4` cannot mean, for the reference and for the kernel.
+
+    Args:
+        pad: as given to `cast_nvfp4`.
+        two_dimensional: likewise.
+        hadamard: likewise.
+        four_over_six: likewise.
+        row_scaled: likewise.
+        seed: likewise; not read.
+
+    Raises:
+        ConfigError: `pad` is odd, or two options exclude each other.
+    """
+    if pad < 2 or pad % 2:
+        raise ConfigError(
+            f"cast_nvfp4: pad must be a positive even number, got {pad}",
+            why="two codes share a byte",
+        )
+    asked = {
+        "two_dimensional": two_dimensional,
+        "hadamard": hadamard,
+        "four_over_six": four_over_six is not None,
+        "row_scaled": row_scaled,
+        "seed": seed is not None,
+    }
+    for (one, other), why in _NVFP4_EXCLUSIONS.items():
+        if asked[one] and asked[other]:
+            raise ConfigError(
+                f"cast_nvfp4: {one} and {other} exclude each other, got both",
+                why=why,
+                do="turn one of them off",
+            )
+
 
 def largest_finite(dtype: torch.dtype) -> float:
     """The largest finite value of a floating dtype and of float32, in which scales are kept."""
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
+
+# Bit i is set where the random Hadamard transform of NVFP4 changes the sign of element i of 16.
+# Source: TransformerEngine 2.20, custom_recipes/reference_nvfp4.py, get_wgrad_sign_vector.
+HADAMARD_SIGN_CHANGES = 0xD7E8
 
 ROWWISE = Orientation.ROWWISE
 COLUMNWISE = Orientation.COLUMNWISE
@@ -260,6 +314,13 @@ _BLOCKS = {
     Scaling.BLOCK_128X128: 128,
     Scaling.BLOCK_1X32: 32,
     Scaling.BLOCK_1X16: 16,
+}
+
+_NVFP4_EXCLUSIONS = {
+    ("four_over_six", "hadamard"): "errors of what was not transformed are compared",
+    ("four_over_six", "seed"): "errors of rounding to nearest are compared",
+    ("two_dimensional", "row_scaled"): "the rows of a square share a scale",
+    ("two_dimensional", "hadamard"): "the copies of a cast in squares are transposes of each other",
 }
 
 _ALIGNMENTS = {

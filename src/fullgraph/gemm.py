@@ -8,7 +8,7 @@ the same operands and differ only in the rounding of the sums. What is native, a
     scalings                      CUDA devices          formats
     ============================  ====================  =====================================================
     per tensor, per row, mixed    8.9 and newer         E4M3, E5M2; not E5M2 by E5M2
-    1x128 by 1x128 or 128x128     9.x                   E4M3
+    1x128 by 1x128 or 128x128     9.x, CUDA 12.9        E4M3
     1x32 by 1x32 (MXFP8)          10.x                  E4M3, E5M2; not E5M2 by E5M2
     1x16 by 1x16 (NVFP4)          10.x                  E2M1
     ============================  ====================  =====================================================
@@ -52,7 +52,7 @@ class Kind:
     scaling: Scaling
 
     def __str__(self) -> str:
-        return f"{self.format.name if self.format else 'custom'} {self.scaling.value}"
+        return f"{self.format.name} {self.scaling.value}" if self.format else "decoded values"
 
 
 class GemmBackend(enum.Enum):
@@ -62,8 +62,11 @@ class GemmBackend(enum.Enum):
     REFERENCE = "reference"
 
 
+_FP8 = (Format.E4M3, Format.E5M2)
 _OUTER = (Scaling.TENSOR, Scaling.ROW)
 """Scales that are constant along the contraction."""
+_CUBLAS_SCALES = (12, 9)
+"""The CUDA version since which cuBLASLt knows scales per row and per block of 128, on Hopper."""
 _ROWS_OF_A = 4
 """Rows of a 1x128-scaled left operand: their scales must lie a multiple of 16 bytes apart."""
 _ROWS_OF_B = 16
@@ -101,23 +104,17 @@ def select(device: torch.device, a: Kind, b: Kind, *, allow_emulation: bool = Tr
 
 def _is_native(capability: Capability, a: Kind, b: Kind) -> bool:
     scalings, formats = (a.scaling, b.scaling), (a.format, b.format)
-    if (
-        a.scaling not in layout_of(capability).native
-        or b.scaling not in layout_of(capability).native
-    ):
+    if not layout_of(capability).native.issuperset(scalings):
         return False
-    if all(s in _OUTER for s in scalings):
-        return formats != (Format.E5M2, Format.E5M2)
+    fp8 = all(f in _FP8 for f in formats) and formats != (Format.E5M2, Format.E5M2)
+    if all(s in _OUTER for s in scalings) or scalings == (Scaling.BLOCK_1X32,) * 2:
+        return fp8
     if a.scaling is Scaling.BLOCK_1X128 and b.scaling in (
         Scaling.BLOCK_1X128,
         Scaling.BLOCK_128X128,
     ):
         return formats == (Format.E4M3, Format.E4M3)
-    if a.scaling is not b.scaling:
-        return False
-    if a.scaling is Scaling.BLOCK_1X32:
-        return formats != (Format.E5M2, Format.E5M2)
-    return a.scaling is Scaling.BLOCK_1X16
+    return scalings == (Scaling.BLOCK_1X16,) * 2 and formats == (Format.E2M1, Format.E2M1)
 
 
 @functools.cache
@@ -140,11 +137,17 @@ def layout_of(capability: Capability) -> Layout:
     native: set[Scaling] = set()
     if capability >= (8, 9):
         native.update(_OUTER)
-    if capability[0] == 9:
+    if capability[0] == 9 and _cuda_version() >= _CUBLAS_SCALES:
         native.update((Scaling.BLOCK_1X128, Scaling.BLOCK_128X128))
     if capability[0] == 10:
         native.update((Scaling.BLOCK_1X32, Scaling.BLOCK_1X16))
     return Layout(frozenset(native))
+
+
+def _cuda_version() -> tuple[int, int]:
+    """Which torch was built with; builds without count as the newest."""
+    major, minor = (torch.version.cuda or "99.0").split(".")[:2]
+    return int(major), int(minor)
 
 
 def gemm(
@@ -178,24 +181,26 @@ def gemm(
     """
     if backend is GemmBackend.REFERENCE:
         return reference.gemm_upcast(a, b, bias=bias, out_dtype=out_dtype)
-    a, b = _with_row_scales(a, b)
     use_fast_accum = not split_accumulator and a.scaling in _OUTER
     rows_of_a, rows_of_b = a.data.shape[0], b.data.shape[0]
+    a, b = _with_row_scales(a, b)
     if a.scaling is Scaling.BLOCK_1X128:
         a = _pad_rows(a, _ROWS_OF_A)
     if rows_of_b % _ROWS_OF_B:
         b = _pad_rows(b, _ROWS_OF_B)
         bias = None if bias is None else pad(bias, (0, b.data.shape[0] - rows_of_b))
-    by_row = a.tensor_scale_inv
-    if by_row is not None and by_row.dim() == 1:  # scaled_mm takes one for the whole tensor
-        a = dataclasses.replace(a, tensor_scale_inv=by_row.new_ones(()))
-    else:
-        by_row = None
-    if by_row is None and (bias is None or _adds_bias(bias, out_dtype, a)):
+    in_one = bias is None or _adds_bias(bias, out_dtype, a)
+    by_row: tuple[Tensor | None, Tensor | None] = (None, None)
+    if not _multiplies_row_scales(a, b, out_dtype if in_one else torch.float32):
+        in_one = False
+        (a, *scale_a), (b, *scale_b) = _without_row_scales(a), _without_row_scales(b)
+        by_row = scale_a[0], scale_b[0]
+    if in_one:
         out = _scaled_mm(a, b, bias, out_dtype, use_fast_accum)
     else:
         out = _scaled_mm(a, b, None, torch.float32, use_fast_accum)
-        out = out if by_row is None else out.mul_(by_row[:, None])
+        for scale, shape in zip(by_row, ((-1, 1), (1, -1)), strict=True):
+            out = out if scale is None else out.mul_(scale.view(shape))
         out = out if bias is None else out.add_(bias.to(torch.float32))
         out = out.to(out_dtype)
     return out[:rows_of_a, :rows_of_b].contiguous()
@@ -216,6 +221,33 @@ def _with_row_scales(a: Operand, b: Operand) -> tuple[Operand, Operand]:
     return first, second
 
 
+def _multiplies_row_scales(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:
+    """Whether scaled_mm multiplies with all scales of these operands.
+
+    For NVFP4 it takes one scale for a whole tensor only. Scales per row are cuBLASLt's on Hopper; elsewhere CUTLASS
+    takes over, for E4M3 on the right, and until torch 2.14 it writes nothing but bfloat16.
+    """
+    if Scaling.ROW not in (a.scaling, b.scaling):
+        return all(o.tensor_scale_inv is None or o.tensor_scale_inv.dim() == 0 for o in (a, b))
+    is_hopper = compute_capability(a.data.device)[0] == 9
+    if is_hopper and _cuda_version() >= _CUBLAS_SCALES:
+        return True
+    return b.format is Format.E4M3 and out_dtype == torch.bfloat16
+
+
+def _without_row_scales(operand: Operand) -> tuple[Operand, Tensor | None]:
+    """The operand with one for every scale of a row, and these scales, to be multiplied afterwards."""
+    if operand.scaling is Scaling.ROW:
+        by_row = operand.scale_inv
+        assert by_row is not None
+        one = by_row.new_ones(())
+        return dataclasses.replace(operand, scale_inv=one, scaling=Scaling.TENSOR), by_row
+    by_row = operand.tensor_scale_inv
+    if by_row is None or by_row.dim() == 0:
+        return operand, None
+    return dataclasses.replace(operand, tensor_scale_inv=by_row.new_ones(())), by_row
+
+
 def _pad_rows(operand: Operand, multiple: int) -> Operand:
     """Zero rows up to a multiple, and scales for them where each row has its own."""
     missing = -operand.data.shape[0] % multiple
@@ -225,8 +257,11 @@ def _pad_rows(operand: Operand, multiple: int) -> Operand:
     assert scale_inv is not None
     if operand.scaling in (Scaling.ROW, Scaling.BLOCK_1X128):
         scale_inv = pad(scale_inv, (0, missing))
+    by_row = operand.tensor_scale_inv
+    if by_row is not None and by_row.dim() == 1:
+        by_row = pad(by_row, (0, missing))
     data = pad(operand.data, (0, 0, 0, missing))
-    return dataclasses.replace(operand, data=data, scale_inv=scale_inv)
+    return dataclasses.replace(operand, data=data, scale_inv=scale_inv, tensor_scale_inv=by_row)
 
 
 def _adds_bias(bias: Tensor, out_dtype: torch.dtype, a: Operand) -> bool:

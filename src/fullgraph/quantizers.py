@@ -149,7 +149,7 @@ class PerTensorQuantizer(Quantizer):
             orientation=orientation,
             pad=layout.pad(self.scaling),
         )
-        return as_parts(self, x, copies)
+        return as_parts(self, x, copies, layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +266,7 @@ class PerRowQuantizer(Quantizer):
             orientation=orientation,
             pad=layout.pad(self.scaling),
         )
-        return as_parts(self, x, copies)
+        return as_parts(self, x, copies, layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,7 +316,7 @@ class BlockQuantizer(Quantizer):
             orientation=orientation,
             pad=layout.pad(self.scaling),
         )
-        return as_parts(self, x, copies)
+        return as_parts(self, x, copies, layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,7 +365,7 @@ class MXQuantizer(Quantizer):
             pad=layout.pad(self.scaling),
             swizzled=layout.swizzles(self.scaling),
         )
-        return as_parts(self, x, copies)
+        return as_parts(self, x, copies, layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,7 +460,7 @@ class NVFP4Quantizer(Quantizer):
             pad=max(2, layout.pad(self.scaling)),
             swizzled=layout.swizzles(self.scaling),
         )
-        return as_parts(self, x, copies)
+        return as_parts(self, x, copies, layout)
 
     def tensor_scale_spec(
         self, rows: Any, device: torch.device, orientation: Orientation
@@ -605,6 +605,7 @@ class HybridQuantizer(Quantizer):
             joined.columnwise_scale_inv = scale_inv
             joined.columnwise_tensor_scale_inv = tensor_scale_inv
             joined.sizes = columnwise.sizes if joined.sizes is None else joined.sizes
+            joined.swizzled = joined.swizzled or columnwise.swizzled
             if rowwise is None:
                 joined.scale_inv = None
         return joined
@@ -679,24 +680,36 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def as_parts(quantizer: Quantizer, x: Tensor, copies: tuple[Tensor | None, ...]) -> QuantizedParts:
+def as_parts(
+    quantizer: Quantizer, x: Tensor, copies: tuple[Tensor | None, ...], layout: Layout = PLAIN
+) -> QuantizedParts:
     """The copies of `as_matrix(x)` as parts of the shape of `x`.
 
     Args:
         quantizer: what can read them.
         x: what was cast, [..., K].
         copies: data, columnwise_data and then scales, in the order of the fields of `QuantizedParts`.
+        layout: in which they were made.
     """
-    parts = QuantizedParts(*copies, quantizer=quantizer, dtype=x.dtype)
-    packed = quantizer.format.codes_per_byte > 1
-    if x.ndim != 2:
-        if parts.data is not None:
-            parts.data = parts.data.view(*x.shape[:-1], parts.data.shape[1])
-        if parts.columnwise_data is not None and not packed:
-            parts.columnwise_data = parts.columnwise_data.view(x.shape[-1], *x.shape[:-1])
-    if packed:
-        parts.sizes = x.new_empty((0, *x.shape), dtype=torch.uint8)
-    return parts
+    data, columnwise_data, *scales = copies
+    scales = [s.view(-1) if s is not None and s.dim() > 1 else s for s in scales]
+    sizes = None
+    if quantizer.format.codes_per_byte > 1:
+        sizes = x.new_empty((0, *x.shape), dtype=torch.uint8)
+        columnwise_data = None if columnwise_data is None else columnwise_data.view(-1)
+    elif x.ndim != 2 and columnwise_data is not None:
+        columnwise_data = columnwise_data.view(x.shape[-1], *x.shape[:-1])
+    if x.ndim != 2 and data is not None:
+        data = data.view(*x.shape[:-1], data.shape[1])
+    return QuantizedParts(
+        data,
+        columnwise_data,
+        *scales,
+        sizes=sizes,
+        quantizer=quantizer,
+        dtype=x.dtype,
+        swizzled=layout.swizzles(quantizer.scaling),
+    )
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from fullgraph.customop.token import encode
@@ -163,8 +164,14 @@ class Recipe:
         raise NotImplementedError(f"{type(self).__name__} must define quantizer(role)")
 
     def stored_quantizer(self, role: Role) -> Quantizer:
-        """The quantizer of a tensor that is asked to be *kept* quantized: a quantized weight or output."""
-        return self.quantizer(role) or PerTensorQuantizer(Format.E4M3)
+        """The quantizer of a tensor that is asked to be *kept* quantized: a quantized weight or output.
+
+        A weight with delayed scaling is kept with the scale of its own amax: optimizers write it anew.
+        """
+        quantizer = self.quantizer(role) or PerTensorQuantizer(Format.E4M3)
+        if role is Role.WEIGHT and quantizer.is_delayed:
+            return PerTensorQuantizer(quantizer.format)
+        return quantizer
 
     def numerics_text_of(self, layer_name: str) -> str:
         """The encoded numerics of one layer; the same for all unless the recipe goes by name."""
@@ -247,12 +254,6 @@ class DelayedScaling(Recipe):
         """A delayed per-tensor quantizer for every role."""
         backward = role is Role.GRAD_OUTPUT
         return DelayedQuantizer(self.backward_format if backward else self.forward_format)
-
-    def stored_quantizer(self, role: Role) -> Quantizer:
-        """A weight that is kept quantized has the scale of its own amax: optimizers write it anew."""
-        if role is Role.WEIGHT:
-            return PerTensorQuantizer(self.forward_format)
-        return super().stored_quantizer(role)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -496,45 +497,51 @@ class CustomRecipe(Recipe):
     reduce_amax: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_texts", {})
+        object.__setattr__(self, "_answers", {"": self._ask("")})
         super().__post_init__()
-        self._texts[""] = self.numerics_text  # type: ignore[attr-defined]
-        answers = [self._answer(role, "") for role in _SLOTS]
+        object.__setattr__(self, "_texts", {"": self.numerics_text})
+        answers = self._answers[""].values()  # type: ignore[attr-defined]
         if any(a.is_delayed for a in answers):
             formats = tuple([a.format if a.is_delayed else Format.E4M3 for a in answers])
             object.__setattr__(self, "scaling_rule_text", _scaling_rule_text(self, formats))
 
     def quantizer(self, role: Role) -> Quantizer | None:
         """What the factory says of a layer without a name."""
-        return _as_quantizer(self._answer(role, ""))
+        return _as_quantizer(self._answers[""][role])  # type: ignore[attr-defined]
 
     def numerics_text_of(self, layer_name: str) -> str:
         """See `Recipe.numerics_text_of`."""
         texts: dict[str, str] = self._texts  # type: ignore[attr-defined]
         text = texts.get(layer_name)
         if text is None:
-            text = texts[layer_name] = encode(self._numerics_of(layer_name), "recipe")
+            text = encode(self._numerics_of(layer_name), "recipe")
+            if not torch.compiler.is_compiling():  # a write would invalidate the graph that does it
+                texts[layer_name] = text
         return text
 
     def _numerics_of(self, name: str) -> LinearNumerics:
-        found = [_as_quantizer(self._answer(role, name)) for role in _SLOTS]
+        quantizers = {role: _as_quantizer(answer) for role, answer in self._ask(name).items()}
         return dataclasses.replace(
             self.linear_numerics(),
-            input=found[0],
-            weight=found[1],
-            output=found[2] or PerTensorQuantizer(Format.E4M3),
-            grad_output=found[3],
+            input=quantizers[Role.INPUT],
+            weight=quantizers[Role.WEIGHT],
+            output=quantizers[Role.OUTPUT] or PerTensorQuantizer(Format.E4M3),
+            grad_output=quantizers[Role.GRAD_OUTPUT],
         )
 
-    def _answer(self, role: Role, name: str) -> Quantizer:
-        answer = self.factory(LayerRole(role, name=name))
-        if not isinstance(answer, Quantizer):
-            raise ConfigError(
-                f"CustomRecipe: the factory returned {answer!r} for {role.value} of {name or 'a layer'}",
-                why="every tensor of a layer needs an answer",
-                do="return a quantizer, or fullgraph.IdentityQuantizer() for high precision",
-            )
-        return answer
+    def _ask(self, name: str) -> dict[Role, Quantizer]:
+        """What the factory says of the tensors of one layer."""
+        answers: dict[Role, Quantizer] = {}
+        for role in _SLOTS:
+            answer = self.factory(LayerRole(role, name=name))
+            if not isinstance(answer, Quantizer):
+                raise ConfigError(
+                    f"CustomRecipe: the factory returned {answer!r} for {role.value} of {name or 'a layer'}",
+                    why="every tensor of a layer needs an answer",
+                    do="return a quantizer, or fullgraph.IdentityQuantizer() for high precision",
+                )
+            answers[role] = answer
+        return answers
 
 
 _SLOTS = (Role.INPUT, Role.WEIGHT, Role.OUTPUT, Role.GRAD_OUTPUT)

@@ -124,7 +124,7 @@ class Quantizer:
         state: CastState = NO_STATE,
     ) -> QuantizedParts:
         """Cast `x`, any floating dtype [..., K], making the copies of `orientation` in a layout."""
-        raise NotImplementedError(f"{type(self).__name__} must define quantize(...)")
+        raise self._must_define("quantize(...)")
 
     def spec(
         self,
@@ -148,9 +148,10 @@ class Quantizer:
             found["tensor_scale_inv"] = self.tensor_scale_spec(rows, device, ROWWISE)
         if orientation.columnwise:
             last = (*leading[:-1], round_up(leading[-1], pad)) if leading else ()
+            columnwise_shape = (columns, *last)
             if packing > 1:
-                last = (round_up(rows, columnwise_pad) // packing,)
-            found["columnwise_data"] = spec((columns, *last), torch.uint8)
+                columnwise_shape = (columns * (round_up(rows, columnwise_pad) // packing),)
+            found["columnwise_data"] = spec(columnwise_shape, torch.uint8)
             scale_inv = self._scale_spec(columns, rows, device, layout)
             shared = self.scaling is Scaling.TENSOR
             found["scale_inv" if shared else "columnwise_scale_inv"] = scale_inv
@@ -159,25 +160,21 @@ class Quantizer:
             )
         if packing > 1:
             found["sizes"] = spec((0, *shape), torch.uint8)
-        return QuantizedParts(**found, quantizer=self, dtype=dtype)
+        swizzled = layout.swizzles(self.scaling)
+        return QuantizedParts(**found, quantizer=self, dtype=dtype, swizzled=swizzled)
 
     def _scale_spec(
         self, rows: Any, contraction: Any, device: torch.device, layout: Layout
     ) -> TensorSpec:
-        """The decode scales of one copy: the table of `Scaling` in code."""
+        """The decode scales of one copy, as `QuantizedParts` hold them."""
         scaling = self.scaling
-        blocks = -(-contraction // scaling.block)
-        if scaling in (Scaling.BLOCK_1X32, Scaling.BLOCK_1X16):
-            flat = (round_up(rows, 128) * round_up(blocks, 4),)
-            shape = flat if layout.swizzles(scaling) else (rows, blocks)
-            return TensorSpec(shape, torch.uint8, device)
-        shapes: dict[Scaling, tuple[Any, ...]] = {
-            Scaling.TENSOR: (),
-            Scaling.ROW: (rows,),
-            Scaling.BLOCK_1X128: (blocks, rows),
-            Scaling.BLOCK_128X128: (-(-rows // scaling.block), round_up(blocks, 4)),
-        }
-        return TensorSpec(shapes[scaling], torch.float32, device)
+        if scaling is Scaling.CUSTOM:
+            raise self._must_define("spec(...)")
+        shape = scale_shape(scaling, rows, contraction)
+        if layout.swizzles(scaling):
+            shape = round_up(rows, 128), round_up(shape[1], 4)
+        dtype = torch.uint8 if scaling in _BYTE_SCALES else torch.float32
+        return TensorSpec((math.prod(shape),) if shape else (), dtype, device)
 
     def tensor_scale_spec(
         self, rows: Any, device: torch.device, orientation: Orientation
@@ -195,11 +192,16 @@ class Quantizer:
 
     def decode_matrix(self, parts: QuantizedParts, orientation: Orientation) -> Tensor:
         """One copy that is there, decoded: float32 [rows, contraction]."""
+        if self.scaling is Scaling.CUSTOM:
+            raise self._must_define("decode_matrix(...)")
         values = reference.decode_operand(self.operand(parts, orientation))
         if parts.sizes is not None:  # the last byte of a row may be half filled
             *leading, columns = parts.shape
             values = values[:, : columns if orientation is ROWWISE else math.prod(leading)]
         return values.contiguous()
+
+    def _must_define(self, method: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} must define {method}")
 
     def operand(
         self, parts: QuantizedParts, orientation: Orientation, layout: Layout = PLAIN
@@ -223,22 +225,45 @@ class Quantizer:
             return Operand(self.decode_matrix(parts, orientation), None, self.format, scaling)
         scale_inv, tensor_scale_inv = parts.scales(orientation)
         assert scale_inv is not None
-        if layout.swizzles(scaling) and scale_inv.dim() == 2:
-            scale_inv = reference.swizzle(scale_inv)
+        if not parts.swizzled:
+            contraction = payload.shape[1] * self.format.codes_per_byte
+            scale_inv = scale_inv.view(scale_shape(scaling, payload.shape[0], contraction))
+            if layout.swizzles(scaling):
+                scale_inv = reference.swizzle(scale_inv)
         payload = reference.pad_columns(
             payload, -(-layout.pad(scaling) // self.format.codes_per_byte)
         )
         return Operand(payload, scale_inv, self.format, scaling, tensor_scale_inv)
 
 
+_BYTE_SCALES = (Scaling.BLOCK_1X32, Scaling.BLOCK_1X16)
+
+
+def scale_shape(scaling: Scaling, rows: Any, contraction: Any) -> tuple[Any, ...]:
+    """The shape of the decode scales of an operand [rows, contraction]: the table of `Scaling` in code."""
+    blocks = -(-contraction // scaling.block)
+    if scaling is Scaling.TENSOR:
+        return ()
+    if scaling is Scaling.ROW:
+        return (rows,)
+    if scaling is Scaling.BLOCK_1X128:
+        return blocks, rows
+    if scaling is Scaling.BLOCK_128X128:
+        return -(-rows // scaling.block), round_up(blocks, 4)
+    return rows, blocks
+
+
 @dataclasses.dataclass
 class QuantizedParts:
-    """A quantized tensor inside an op, or its spec. Scales are stored as `Scaling` says.
+    """A quantized tensor inside an op, or its spec.
+
+    Scales have the form that `Scaling` says; those of blocks are flat. A number of blocks may be 1, for which torch would
+    make a graph of its own, and one graph is to serve every batch size. So may the bytes of a packed columnwise row.
 
     Args:
         data: codes of the rowwise copy, uint8 [..., K], or None. Two E2M1 codes share a byte.
         columnwise_data: codes of the columnwise copy, uint8 [K, ...]: a physical transpose, last dimension first. E2M1:
-            [K, M / 2], whatever the rank.
+            flat, [K * M / 2], whatever the rank.
         scale_inv: decode scales of the rowwise copy; one scale for the whole tensor serves both copies.
         columnwise_scale_inv: decode scales of the columnwise copy.
         tensor_scale_inv: second level of scales of the rowwise copy, float32 [] or [M].
@@ -246,6 +271,7 @@ class QuantizedParts:
         sizes: uint8 [0, ..., K], no memory: the logical shape, where codes share bytes and it cannot be read off them.
         quantizer: what made it, and can read it.
         dtype: the logical, high-precision dtype.
+        swizzled: whether scales of 1x32 and 1x16 blocks are.
     """
 
     data: Tensor | None = None
@@ -257,6 +283,7 @@ class QuantizedParts:
     sizes: Tensor | None = None
     quantizer: Quantizer = dataclasses.field(kw_only=True)
     dtype: torch.dtype = dataclasses.field(kw_only=True)
+    swizzled: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def shape(self) -> Any:
@@ -295,6 +322,9 @@ class QuantizedParts:
         data, dim = (self.data, -1) if orientation is ROWWISE else (self.columnwise_data, 1)
         if data is None:
             return None
+        if orientation is COLUMNWISE and _packs(self.quantizer.for_copy(COLUMNWISE)):
+            columns = self.shape[-1]
+            return data.view(columns, data.numel() // max(columns, 1))
         return data.reshape(math.prod(data.shape[:dim]), math.prod(data.shape[dim:]))
 
     def scales(self, orientation: Orientation) -> tuple[Tensor | None, Tensor | None]:
@@ -381,7 +411,9 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
         Raises:
             ConfigError: it holds no columnwise copy.
         """
-        return self._payload(self.part_columnwise_data, COLUMNWISE)
+        packed = _packs(self.part_quantizer.for_copy(COLUMNWISE))
+        data = self.parts.payload(COLUMNWISE) if packed else self.part_columnwise_data
+        return self._payload(data, COLUMNWISE)
 
     @property
     def scale_inv(self) -> Tensor:
@@ -449,10 +481,11 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
 
     def _scales(self, orientation: Orientation) -> Tensor:
         parts = self.parts
-        stored = parts.scales(orientation)[0]
-        if stored is None:
-            raise self._no_copy(orientation)
         quantizer = parts.quantizer.for_copy(orientation)
+        shared = quantizer is parts.quantizer and quantizer.scaling is Scaling.TENSOR
+        stored = parts.scales(orientation)[0]
+        if stored is None or not (shared or parts.payload(orientation) is not None):
+            raise self._no_copy(orientation)
         assert quantizer is not None
         *leading, contraction = self.shape
         if orientation is COLUMNWISE:
@@ -469,6 +502,9 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
 
 def _shown(stored: Tensor, scaling: Scaling, leading: list[int], contraction: int) -> Tensor:
     """Stored decode scales as the user sees them, [..., blocks]."""
+    if scaling is Scaling.CUSTOM:
+        return stored
+    stored = stored.view(scale_shape(scaling, math.prod(leading), contraction))
     blocks = -(-contraction // scaling.block)
     if scaling is Scaling.ROW:
         return stored.view(leading)
@@ -494,9 +530,25 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         parts.data = parts.data.view(*shape[:-1], parts.data.shape[-1])
     if parts.sizes is not None:
         parts.sizes = parts.sizes.view(0, *shape)
-    elif parts.columnwise_data is not None:
+    if parts.columnwise_data is not None and not _packs(parts.quantizer.for_copy(COLUMNWISE)):
         parts.columnwise_data = parts.columnwise_data.view(shape[-1], *shape[:-1])
     return QuantizedTensor(parts)
+
+
+def _packs(quantizer: Quantizer | None) -> bool:
+    """Whether codes share bytes; the columnwise copy is then a matrix, whatever the rank."""
+    return quantizer is not None and quantizer.format.codes_per_byte > 1
+
+
+@QuantizedTensor.implements(aten.copy_.default)
+def _copy_(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Bytes are copied between equal shapes only: neither transposes nor codes that share bytes broadcast."""
+    target, source, *options = args
+    both = isinstance(target, QuantizedTensor) and isinstance(source, QuantizedTensor)
+    if both and source.shape != target.shape:
+        source = source.parts.decode()
+    handler = StructuredTensor._handlers[aten.copy_.default]
+    return handler(func, (target, source, *options), kwargs)
 
 
 @QuantizedTensor.implements(aten._to_copy.default)

@@ -11,10 +11,23 @@ from torch import nn
 import fullgraph as fg
 from fullgraph import gemm, reference
 from fullgraph.errors import ConfigError, ShapeError
-from fullgraph.recipes import Recipe, Role
+from fullgraph.recipes import (
+    BackwardOverride,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8PerRowScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+    Role,
+)
 from linear_cases import (
+    BUDGETS,
     E4M3,
     E5M2,
+    LOW_PRECISION,
+    RECIPES,
     ROUNDING,
     Case,
     K,
@@ -22,15 +35,16 @@ from linear_cases import (
     assert_linear_in_budget,
     assert_same_results,
     batch,
+    decoded_linear,
     gradients,
     oracle_linear,
+    same_random_numbers,
     step,
     tensors,
 )
 from oracles import assert_same_bits, relative_error
 
 FP8 = Case("fp8-current")
-ALL_RECIPES = list(fg.recipes.BY_NAME)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -83,6 +97,73 @@ def test_each_gemm_reads_what_the_recipe_says(quantizers, dtype):
         assert relative_error(got[name], value) < ROUNDING[dtype], name
 
 
+HIGH, DECODED = BackwardOverride.HIGH_PRECISION, BackwardOverride.DEQUANTIZED
+VARIANTS = {
+    **{name: fg.recipes.get(name) for name in LOW_PRECISION},
+    "fp8-delayed E4M3": DelayedScaling(backward_format=fg.Format.E4M3),
+    "fp8-current power of two": Float8CurrentScaling(power_of_two=True, amax_epsilon=1e-3),
+    "fp8-current, high-precision backward": Float8CurrentScaling(backward_override=HIGH),
+    "fp8-current, dequantized backward": Float8CurrentScaling(backward_override=DECODED),
+    "fp8-per-row hybrid": Float8PerRowScaling(backward_format=fg.Format.E5M2, power_of_two=False),
+    "fp8-per-row, high-precision wgrad": Float8PerRowScaling(high_precision_wgrad=True),
+    "fp8-block float32 scales": Float8BlockScaling(power_of_two=False),
+    "fp8-block 1x128 weights": Float8BlockScaling(weight_two_dimensional=False),
+    "fp8-block hybrid": Float8BlockScaling(backward_format=fg.Format.E5M2),
+    "fp8-block, dequantized backward": Float8BlockScaling(backward_override=DECODED),
+    "mxfp8 floor": MXFP8BlockScaling(scale_mode=fg.MXScaleMode.FLOOR),
+    "mxfp8 even, square weights": MXFP8BlockScaling(
+        scale_mode=fg.MXScaleMode.EVEN, weight_two_dimensional=True
+    ),
+    "mxfp8 hybrid ceil": MXFP8BlockScaling(
+        backward_format=fg.Format.E5M2, scale_mode=fg.MXScaleMode.CEIL
+    ),
+    "mxfp8, dequantized backward": MXFP8BlockScaling(backward_override=DECODED),
+    "nvfp4 plain": NVFP4BlockScaling(
+        hadamard=False, stochastic_rounding=False, weight_two_dimensional=False
+    ),
+    "nvfp4 without hadamard": NVFP4BlockScaling(hadamard=False),
+    "nvfp4 to the nearest": NVFP4BlockScaling(stochastic_rounding=False),
+    "nvfp4 1x16 weights": NVFP4BlockScaling(weight_two_dimensional=False),
+    "nvfp4 four over six": NVFP4BlockScaling(hadamard=False, four_over_six=fg.FourOverSix.MSE),
+    "nvfp4 row-scaled": NVFP4BlockScaling(row_scaled_input=True),
+    "nvfp4, dequantized backward": NVFP4BlockScaling(backward_override=DECODED),
+    "nvfp4, high-precision backward": NVFP4BlockScaling(backward_override=HIGH),
+    "mixed": PerRole(
+        fg.NVFP4Quantizer(),
+        fg.HybridQuantizer(fg.BlockQuantizer(two_dimensional=True), fg.PerRowQuantizer()),
+        fg.HybridQuantizer(fg.MXQuantizer(fg.Format.E5M2), E5M2),
+    ),
+}
+"""Every recipe, and every option of one."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(64, 160, 96), (19, 71, 33), (3, 1, 2)], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gemms_are_exact_on_what_they_read(variant, shape, dtype):
+    tokens, in_features, out_features = shape
+    recipe = VARIANTS[variant]
+    layer = fg.Linear(in_features, out_features, dtype=dtype, recipe=recipe)
+    x, grad_output = batch(tokens, in_features, out_features, dtype=dtype)
+    got = step(layer, x, grad_output)
+    numerics = recipe.linear_numerics()
+    expected = decoded_linear(numerics, x, layer.weight, layer.bias, grad_output)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == dtype
+        assert relative_error(got[name], value) < ROUNDING[dtype], name
+
+
+@pytest.mark.parametrize("leading", [(96,), (2, 3, 16)], ids=str)
+@pytest.mark.parametrize("recipe", LOW_PRECISION)
+def test_error_budget(recipe, leading):
+    layer = fg.Linear(256, 160, dtype=torch.bfloat16, recipe=recipe)
+    torch.nn.init.normal_(layer.weight, std=0.02)
+    x, grad_output = tensors((*leading, 256), (*leading, 160))
+    results = step(layer, x, grad_output * 1e-3)
+    assert_linear_in_budget(results, layer, x, grad_output * 1e-3, recipe)
+
+
 ROWS = [(1,), (13,), (24,), (50,), ()]
 FEATURES = [*itertools.product((712, 767, 2), repeat=2), (256, 256)]
 
@@ -113,7 +194,7 @@ def test_the_budget_can_be_missed():
             assert_linear_in_budget(results, layer, x, grad_output)
 
 
-@pytest.mark.parametrize("case", [FP8, Case("bf16")], ids=str)
+@pytest.mark.parametrize("case", [Case(recipe) for recipe in RECIPES], ids=str)
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_tokens(case, shape, dtype):
@@ -173,7 +254,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("quantized_output", [False, True], ids=["plain", "quantized-output"])
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("grad_view", ["misaligned", "transposed", "expanded-scalar"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_strides_do_not_matter(view, grad_view, recipe, quantized_output):
@@ -193,14 +274,15 @@ def test_strides_do_not_matter(view, grad_view, recipe, quantized_output):
         assert_same_bits(got[name], value)
 
 
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "fp8-delayed"])
 def test_strides_of_weight_and_bias_do_not_matter(recipe):
     x, weight, bias, grad_output = tensors((24, K), (K, N), (2 * N,), (24, N))
     results = []
     for w, b in ((weight.t(), bias[::2]), (weight.t().contiguous(), bias[::2].contiguous())):
         leaves = [t.detach().requires_grad_() for t in (x, w, b)]
-        output = fg.linear(*leaves, recipe=recipe)
-        results.append([output, *torch.autograd.grad(output, leaves, grad_output)])
+        with same_random_numbers():
+            output = fg.linear(*leaves, recipe=recipe)
+            results.append([output, *torch.autograd.grad(output, leaves, grad_output)])
     for got, expected in zip(*results, strict=True):
         assert_same_bits(got.contiguous(), expected)
 
@@ -217,7 +299,7 @@ def reference_layer(layer):
 
 @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_dtypes_are_those_of_nn_linear(recipe, dtype, autocast_dtype):
     layer = Case(recipe).layer(dtype=dtype)
     original = reference_layer(layer)
@@ -239,8 +321,10 @@ def test_dtypes_are_those_of_nn_linear(recipe, dtype, autocast_dtype):
             limit = max(ROUNDING[dtype], ROUNDING[autocast_dtype or dtype])
             assert relative_error(got[name], value) < limit, name
     else:
-        for name in ("output", "grad_input", "grad_weight"):
-            assert 0.02 < relative_error(got[name], expected[name]) < 0.075, name
+        for name, budget in zip(
+            ("output", "grad_input", "grad_weight"), BUDGETS[recipe], strict=True
+        ):
+            assert 0.5 * budget < relative_error(got[name], expected[name]) < 1.3 * budget, name
 
 
 def test_torch_autocast_switched_off_inside():
@@ -252,7 +336,7 @@ def test_torch_autocast_switched_off_inside():
         assert layer(x).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("input_dtype", "weight_dtype"), [(a, b) for a in DTYPES for b in DTYPES if a is not b], ids=str
 )
@@ -267,10 +351,8 @@ def test_mixed_dtypes(recipe, input_dtype, weight_dtype):
         "grad_weight": weight_dtype,
         "grad_bias": weight_dtype,
     }
-    quantizers = dict.fromkeys(("input", "weight", "grad_output"))
-    if recipe == "fp8-current":
-        quantizers = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
-    expected = oracle_linear(x, layer.weight, layer.bias, grad_output, quantizers)
+    numerics = fg.recipes.get(recipe).linear_numerics()
+    expected = decoded_linear(numerics, x, layer.weight, layer.bias, grad_output)
     for name, value in expected.items():
         assert relative_error(results[name], value) < 5e-3, name  # two roundings to bfloat16
 
@@ -584,7 +666,7 @@ def test_tensors_on_different_devices():
 
 def test_wrong_recipes():
     with pytest.raises(
-        ConfigError, match=r"unknown recipe 'fp9'\nWhy: the recipes are bf16, fp8-current"
+        ConfigError, match=r"unknown recipe 'fp9'\nWhy: the recipes are bf16, fp8-delayed"
     ):
         fg.Linear(K, N, recipe="fp9")
     with pytest.raises(ConfigError, match="a recipe is needed, got 8"):

@@ -526,17 +526,23 @@ def test_codes_survive_a_round_trip():
         assert torch.equal(reference.decode_nvfp4(data, scale_inv) * outer, x)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+SEEDED = {"seed": 5, "hadamard": True, "row_scaled": True}
+SQUARES = {"four_over_six": MSE, "two_dimensional": True}
+
+
 # In squares and by rows, to nearest and by chance: all of the arithmetic.
 @pytest.mark.parametrize(
-    "options",
+    ("options", "backend"),
     [
-        {"seed": 5, "hadamard": True, "row_scaled": True},
-        {"four_over_six": MSE, "two_dimensional": True},
+        (SEEDED, "aot_eager"),
+        (SQUARES, "aot_eager"),
+        ({"hadamard": True}, "inductor"),
+        pytest.param(SQUARES, "inductor", marks=pytest.mark.slow),
+        pytest.param(SEEDED, "inductor", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_compiled_is_eager(backend, options):
+def test_compiled_is_eager(options, backend):
     """One graph, no guard on values: the whole of it can be part of a compiled function."""
     options = dict(options)
     seed = options.pop("seed", None)

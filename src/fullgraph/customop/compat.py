@@ -130,3 +130,8 @@ def recompile_error(call: Callable[[], Any]) -> str | None:
 def is_in_backward() -> bool:
     """Whether this thread runs a backward pass right now, as when activation checkpointing runs a layer again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces this very call. (Under Dynamo of torch 2.11 the public function always says so.)"""
+    return torch.compiler._is_exporting_flag

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from fullgraph.kernels.mx import cast_mx
     from fullgraph.kernels.per_tensor import amax, cast_delayed, cast_per_tensor
 
-__all__ = ["amax", "available", "cast_delayed", "cast_per_tensor", "compute_capability"]
+__all__ = ["amax", "available", "cast_delayed", "cast_mx", "cast_per_tensor", "compute_capability"]
 
 _HOME = {
     "amax": "per_tensor",

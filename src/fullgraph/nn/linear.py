@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullgraph.customop import compat
 from fullgraph.errors import ConfigError
 from fullgraph.formats import BOTH
 from fullgraph.nn.autocast import current_recipe, recipe_of
@@ -65,7 +66,7 @@ def _linear(
     recipe: Recipe,
     layer_name: str,
     quantized_output: bool,
-    **state: Tensor | None,
+    **state: Any,
 ) -> Any:
     """`linear`, with the state of delayed scaling as `LinearArguments` names it."""
     if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
@@ -149,12 +150,12 @@ class Linear(nn.Linear):
 
     @property
     def fp8_scale(self) -> Tensor:
-        """Scales of delayed scaling, float32 [4]: input, weight, output, grad_output; 1 where there is none yet. A copy."""
+        """Scales of delayed scaling, float32 [4]: input, weight, output, grad_output; 1 at first. A copy."""
         return self.scaling_state.scales()
 
     @property
     def fp8_amax_history(self) -> Tensor:
-        """Amaxes of delayed scaling, float32 [history_length, 4]: since the last update, then oldest to newest. A copy."""
+        """Amaxes of delayed scaling, float32 [history_length, 4]: since the last update, then oldest first. A copy."""
         return self.scaling_state.history()
 
     def reset_parameters(self) -> None:
@@ -218,7 +219,7 @@ class Linear(nn.Linear):
         )
         return (output, self.bias) if self.return_bias else output
 
-    def _scaling(self, rule: str) -> dict[str, Tensor | None]:
+    def _scaling(self, rule: str) -> dict[str, Any]:
         """What the op gets of the state: nothing without delayed scaling, and only scales where nothing is trained."""
         if not rule:
             return {}
@@ -227,7 +228,7 @@ class Linear(nn.Linear):
             state.follow(self.weight.device)  # FSDP moves parameters without telling their module
             if state.rule != rule:
                 state.set_rule(rule)
-        trains = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        trains = torch.is_grad_enabled() and not compat.is_exporting()
         return {
             "forward_scale": state.forward_scale,
             "forward_amax": state.forward_amax if trains else None,

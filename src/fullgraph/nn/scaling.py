@@ -1,4 +1,4 @@
-"""State of delayed scaling: what each layer keeps, how it is saved, and the update that a training loop calls once a step."""
+"""State of delayed scaling: what each layer keeps, how it is saved, and the update that is due once a step."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ HISTORY_KEY = "fp8_amax_history"
 """The entries of a state_dict, behind the prefix of the layer."""
 
 _last_load: list[Any] = [None]
-"""The list of missing keys of the last load that warned; all layers of one `load_state_dict` are given the same list."""
+"""The list of missing keys of the last load that warned; all layers of one load are given the same list."""
 
 
 class ScalingState:
     """Scales and amaxes of one layer. Made by `fg.Linear`, as its attribute `scaling_state`.
 
-    They are no buffers: DDP would broadcast them and `.to(torch.bfloat16)` would round them. They follow the device of the
-    layer and stay float32. All of them exist before the first forward pass, so that nothing is made while a graph is traced.
+    They are no buffers: DDP would broadcast them and `.to(torch.bfloat16)` would round them. They follow the device of
+    the layer and stay float32. All of them exist before the first forward pass, so that nothing is made while a graph
+    is traced.
 
     Attributes:
         forward_scale: factors before the casts of input, weight and output, float32 [3].
         forward_amax: largest magnitudes of these since the last update, float32 [3].
         backward_scale: the factor before the cast of grad_output, float32 [1].
         backward_amax: its largest magnitude, float32 [1].
-        amax_history: amaxes of earlier steps, float32 [history_length - 1, 4], the newest row last; columns input, weight,
-            output, grad_output. None while there is no rule, which says how many rows there are.
-        rule: the encoded `ScalingRule` of the layer's recipe, or of the last one it ran with; "" without delayed scaling.
+        amax_history: amaxes of earlier steps, float32 [history_length - 1, 4], the newest row last; columns input,
+            weight, output, grad_output. None while there is no rule, which says how many rows there are.
+        rule: the encoded `ScalingRule` of the layer's recipe, or of the last one it ran with; "" without delayed
+            scaling.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +81,7 @@ class ScalingState:
         return recorded if self.amax_history is None else torch.cat([recorded, self.amax_history])
 
     def set_rule(self, rule: str) -> None:
-        """Take a rule, and make the history as long as it says: the newest rows stay, older ones are zeros."""
+        """Take a rule, and make the history as long as it says: the newest rows stay, missing ones are zeros."""
         self.rule = rule
         if rule:
             self._resize(parse(f"rule={rule}")["rule"].history_length - 1)
@@ -147,7 +149,8 @@ class ScalingState:
     ) -> None:
         """The part of a layer's `_load_from_state_dict` that concerns this state.
 
-        A checkpoint without it is no error: delayed scaling then starts anew, and a warning says so, once for each load.
+        A checkpoint without it is no error: delayed scaling then starts anew, and a warning says so, once for each
+            load.
 
         Warns:
             UserWarning: a layer with delayed scaling is loaded from a checkpoint without scales.
@@ -172,8 +175,8 @@ class ScalingState:
                 warnings.warn(
                     f"the checkpoint has no scales for delayed scaling ({keys[0]} and {keys[1]}); they start anew.\n"
                     "Why: it was saved before the model ran with delayed scaling.\n"
-                    "Do: nothing, if that is so: a few steps make new ones. To resume exactly, load a checkpoint that was "
-                    "saved by a model that had run.",
+                    "Do: nothing, if that is so: a few steps make new ones. To resume exactly, load a checkpoint that "
+                    "was saved after a step.",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -184,8 +187,8 @@ def update_scales(model: nn.Module, *, group: Any = None) -> None:
 
     scale = format.max * 2^-margin / amax, amax = algorithm(history, newest)
 
-    Call it once after each optimizer step, in eager mode or inside a compiled function (then the layers must have run, or
-    have been given, a recipe before). A tensor that was not cast since the last update keeps scale and history.
+    Call it once after each optimizer step, in eager mode or inside a compiled function (then the layers must have run,
+    or have been given, a recipe before). A tensor that was not cast since the last update keeps scale and history.
 
     Args:
         model: any module; all of its `fg.Linear` layers that have a recipe with delayed scaling, or ran with one.
@@ -251,7 +254,7 @@ def attach(
 
 
 def _states(model: nn.Module) -> list[ScalingState]:
-    """The states that have a rule, in the order of the modules; each with a history of the length it says."""
+    """The states that have a rule, in the order of the modules."""
     layers = [module for module in model.modules() if hasattr(module, "scaling_state")]
     if not layers:
         raise ConfigError(
@@ -268,19 +271,22 @@ def _states(model: nn.Module) -> list[ScalingState]:
         raise ConfigError(
             f"update_scales: no fg.Linear of {type(model).__name__} has delayed scaling",
             why="none has, or has run with, a recipe with delayed scaling",
-            do='give them one: fullgraph.convert(model, "fp8-delayed"); with fullgraph.autocast call update_scales once '
-            "inside of it, outside of compiled functions",
+            do='give them one: fullgraph.convert(model, "fp8-delayed"). With fullgraph.autocast, before the whole step '
+            "is compiled, call update_scales once inside of it",
         )
     return states
 
 
 def _find_rule(layer: Any) -> None:
-    """Ask for the rule of a layer whose recipe comes from an autocast, and which ran only where it could not note it."""
+    """Give a layer the rule with which it ran under an autocast, if it ran where it could not note that itself."""
+    if layer.recipe is not None:
+        return
     state = layer.scaling_state
-    rule = scaling.used_rule(state.forward_scale) or state.rule
-    if not rule and layer.recipe is None:
-        rule = current_recipe().scaling_rule_text
-    state.set_rule(rule)
+    rule = (
+        scaling.used_rule(state.forward_scale) or state.rule or current_recipe().scaling_rule_text
+    )
+    if rule != state.rule:
+        state.set_rule(rule)
 
 
 def _group_name(group: Any) -> str:

@@ -3,8 +3,8 @@
     window = history, then the amaxes that the step recorded
     scale  = format.max * 2^-margin / algorithm(window)
 
-The ops of the layers read scales and raise amaxes, nothing else, so that a step can run its layers as often and in any order
-it likes: microbatches in flight, recomputation, replays. This op runs once a step and starts the next.
+The ops of the layers read scales and raise amaxes, nothing else, so that a step can run its layers as often and in any
+order it likes: microbatches in flight, recomputation, replays. This op runs once a step and starts the next.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def update_scales(
         forward_scale: float32 [3], the factors before the casts.
         backward_scale: float32 [1].
         rules: what `encode_rules` wrote.
-        group: name of the process group whose ranks share their largest amaxes, in one collective; "" for none. All of them
-            must update the same layers.
+        group: name of the process group whose ranks share their largest amaxes, in one collective; "" for none. All of
+            them must update the same layers.
 
     Raises:
         CompileError: the group or an algorithm does not exist in this process.
         ConfigError: an algorithm does not return one amax for each column.
 
-    Numerics: NaN is dropped, wherever it stands. Where the amax is 0, infinite or NaN the scale stays; where the quotient
-        overflows it is the largest finite float32. The division is correctly rounded.
-    Source: TransformerEngine 2.20, common/recipe/delayed_scaling.cu. (Its Python path differs: it rolls slots without an amax,
-        keeps the scale while there is a NaN, and multiplies by a reciprocal.)
+    Numerics: NaN is dropped, wherever it stands. Where the amax is 0, infinite or NaN the scale stays; where the
+        quotient overflows it is the largest finite float32. The division is correctly rounded.
+    Source: TransformerEngine 2.20, common/recipe/delayed_scaling.cu. (Its Python path differs: it rolls slots without
+        an amax, keeps the scale while there is a NaN, and multiplies by a reciprocal.)
     """
     torch.ops.fullgraph.update_scales(
         forward_amax, backward_amax, history, forward_scale, backward_scale, rules, group
@@ -93,8 +93,8 @@ def encode_rules(texts: Sequence[str]) -> str:
 def count_use(state: Tensor, rule: str = "") -> None:
     """Note that a layer recorded amaxes; warn, once, when it has done so many times without an update.
 
-    Called by the op of the layer when it runs, and so in compiled graphs too. When a CUDA graph is replayed no Python runs:
-    nothing is counted then, and an update that is missing there goes unnoticed.
+    Called by the op of the layer when it runs, and so in compiled graphs too. When a CUDA graph is replayed no Python
+    runs: nothing is counted then, and an update that is missing there goes unnoticed.
 
     Args:
         state: a tensor of the layer that is the same in every call; its scales, which no compiler copies.
@@ -110,9 +110,10 @@ def count_use(state: Tensor, rule: str = "") -> None:
     if count == PATIENCE and sum(c >= PATIENCE for c in _COUNTS.values()) == 1:
         warnings.warn(
             f"a layer with delayed scaling ran {PATIENCE} times and its scales were never updated.\n"
-            "Why: scales follow the amaxes of earlier steps only when they are told to; until then tensors are cast with "
-            "the scales of the last update, or with 1.\n"
-            "Do: call fullgraph.update_scales(model) once after each optimizer step, or fullgraph.attach(optimizer, model).",
+            "Why: scales follow the amaxes of earlier steps only when they are told to; until then tensors are cast "
+            "with the scales of the last update, or with 1.\n"
+            "Do: call fullgraph.update_scales(model) after each optimizer step, or fullgraph.attach(optimizer, model) "
+            "once.",
             UserWarning,
             stacklevel=2,
         )
@@ -200,8 +201,8 @@ def _advance(
             do="reduce the first dimension of the window, as window.amax(0) does",
         )
     amax = amax.reshape(newest.shape)
-    # Each slot filled on the device: a tensor of Python numbers would be copied there, which no CUDA graph captures. And a
-    # number over a tensor is not divided exactly.
+    # Each slot filled on the device: a tensor of Python numbers would be copied there, which no CUDA graph captures.
+    # And a number over a tensor is not divided exactly.
     largest = torch.stack([newest.new_full((len(newest),), value) for value in rule.largest], 1)
     made = torch.div(largest, amax)
     made = torch.where(made == float("inf"), largest_finite(made.dtype), made)
@@ -214,6 +215,8 @@ def _advance(
 def _forget(states: Sequence[Tensor]) -> None:
     """Start counting anew. A compiler may have copied every state: then no layer is known, and all are forgotten."""
     known = [_COUNTS.pop(state.data_ptr(), None) for state in states]
+    for state in states:
+        _RULES.pop(state.data_ptr(), None)
     if not any(known):
         _COUNTS.clear()
 

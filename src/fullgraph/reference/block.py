@@ -1,7 +1,7 @@
 """One scale for each block of 128: a stretch of 128 along the contraction, or a square of 128 x 128.
 
-The scales are returned as GEMMs read them (`fullgraph.formats.Scaling`): of stretches with the contraction first, of squares
-with rows of a multiple of four.
+The scales are returned as GEMMs read them (`fullgraph.formats.Scaling`): those of stretches with the contraction first,
+those of squares in rows of a multiple of four.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ def cast_block(
 
     Returns:
         data: uint8 [M, K_pad], or None.
-        columnwise_data: uint8 [K, M_pad], or None. In stretches it is the rowwise copy of x.t(); in squares it holds the
+        columnwise_data: uint8 [K, M_pad], or None. With stretches the rowwise copy of x.t(); with squares also the
             transposed bytes of the rowwise copy.
-        scale_inv: float32 [ceil(K / 128), M]; two-dimensional [ceil(M / 128), round_up(ceil(K / 128), 4)], filled with 0;
-            or None.
-        columnwise_scale_inv: float32 [ceil(M / 128), K]; two-dimensional [ceil(K / 128), round_up(ceil(M / 128), 4)],
-            filled with 0; or None.
+        scale_inv: float32 [ceil(K / 128), M]; two-dimensional [ceil(M / 128), round_up(ceil(K / 128), 4)], filled up
+            with 0; or None.
+        columnwise_scale_inv: float32 [ceil(M / 128), K]; two-dimensional
+            [ceil(K / 128), round_up(ceil(M / 128), 4)], filled up with 0; or None.
         All contiguous, each in a storage of its own.
 
     Raises:
         ShapeError: x is not a matrix.
 
     Numerics: product in float32, nearest-even, saturates at +-format.max (infinity too); every NaN becomes
-        `format.nan_code`. Scale 1 for a block whose amax is zero, infinite or NaN. A ragged block is a whole one filled up
-        with zeros. Padding is byte 0.
+        `format.nan_code`. Scale 1 for a block whose amax is zero, infinite or NaN. A ragged block is a whole one filled
+        up with zeros. Padding is byte 0.
     Source: TransformerEngine 2.20, Float8BlockScaling; DeepSeek-V3 (arXiv:2412.19437).
     """
     if x.dim() != 2:
@@ -73,8 +73,8 @@ def decode_block(
     x ~ data * scale_inv, block by block
 
     Args:
-        data: uint8 [rows, contraction], codes of `format`; the contraction may be padded with byte 0, also beyond the last
-            block that has a scale.
+        data: uint8 [rows, contraction], codes of `format`; the contraction may be padded with byte 0, also beyond the
+            last block that has a scale.
         scale_inv: float32, as `cast_block` returns it for this copy.
         format: E4M3 or E5M2.
         two_dimensional: as in `cast_block`.

@@ -12,6 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from fullgraph.errors import ConfigError
 from fullgraph.formats import Format, Scaling
 from fullgraph.reference.block import decode_block
 from fullgraph.reference.codes import decode
@@ -48,6 +49,9 @@ def decode_operand(operand: Operand) -> Tensor:
 
     Returns:
         float32 [rows, contraction], the padding of the contraction included, as zeros.
+
+    Raises:
+        ConfigError: a format and a scaling that do not belong together.
 
     Numerics: one rounding to float32 for each level of scales that is no power of two.
     """
@@ -101,6 +105,12 @@ def _decode_inner(operand: Operand) -> Tensor:
     data, scale_inv, scaling = operand.data, operand.scale_inv, operand.scaling
     if scaling is Scaling.CUSTOM:
         return data
+    if (operand.format is Format.E2M1) is not (scaling is Scaling.BLOCK_1X16):
+        raise ConfigError(
+            f"an operand of {operand.format.name} codes with scales {scaling.value} has no meaning",
+            why="scales of 1x16 belong to E2M1, all others to E4M3 and E5M2",
+            do="give the quantizer Scaling.CUSTOM, and a decode_matrix",
+        )
     if scaling in (Scaling.TENSOR, Scaling.ROW):
         return decode(data, operand.format)
     assert scale_inv is not None

@@ -9,8 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fullgraph.errors import ConfigError, ShapeError, describe
-from fullgraph.formats import ROWWISE, Format, FourOverSix, Orientation, Scaling
+from fullgraph.errors import ShapeError, describe
+from fullgraph.formats import (
+    HADAMARD_SIGN_CHANGES,
+    ROWWISE,
+    Format,
+    FourOverSix,
+    Orientation,
+    Scaling,
+    check_nvfp4_options,
+)
 from fullgraph.reference.codes import decode, encode
 from fullgraph.reference.per_tensor import amax, pad_columns
 from fullgraph.reference.philox import random_bytes
@@ -19,14 +27,11 @@ from fullgraph.reference.swizzle import swizzle
 _BLOCK = Scaling.BLOCK_1X16.block
 _CODE_MAX = Format.E2M1.max  # 6
 _SCALE_MAX = Format.E4M3.max  # 448
+_NAN_SCALE = Format.E4M3.max_code + 1  # 0x7F
 _MIDDLE_CODE = 4.0  # the other value that four over six may map the amax of a block to
-_FOUR_OVER_SIX_SCALE_MAX = 256.0  # leaves room in E4M3 for scales 6/4 as large
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _SIGN_CODE = 8
 _CODE_OF_MAX = Format.E2M1.max_code
-
-# Bit i is set where the random Hadamard transform changes the sign of element i of 16.
-_SIGN_CHANGES = 0xD7E8
 
 
 def cast_nvfp4(
@@ -84,7 +89,14 @@ def cast_nvfp4(
     """
     if x.dim() != 2:
         raise ShapeError(f"cast_nvfp4: a matrix is needed (x: {describe(x)})")
-    _check_options(pad, two_dimensional, hadamard, four_over_six, row_scaled, seed)
+    check_nvfp4_options(
+        pad,
+        two_dimensional=two_dimensional,
+        hadamard=hadamard,
+        four_over_six=four_over_six,
+        row_scaled=row_scaled,
+        seed=seed,
+    )
     values = x.reshape(-1).to(torch.float32).view(x.shape)
     rowwise = columnwise = None
     if orientation.rowwise or two_dimensional:
@@ -92,6 +104,7 @@ def cast_nvfp4(
         rowwise = _cast_rows(values, whole, two_dimensional, four_over_six, seed, stream=0)
     if orientation.columnwise:
         if two_dimensional:
+            assert rowwise is not None
             columnwise = _transpose(*rowwise)
         else:
             transpose = values.t().clone(memory_format=torch.contiguous_format)
@@ -164,8 +177,8 @@ def hadamard_rows(x: Tensor) -> Tensor:
         rounding to bfloat16.
     Source: TransformerEngine 2.20, custom_recipes/reference_nvfp4.py, get_wgrad_sign_vector.
     """
-    groups = _groups(x)
-    return (_sums_and_differences(groups * _signs(x)) * 0.25).to(torch.bfloat16).view(x.shape)
+    exact = _sums_and_differences(_groups(x) * _signs(x)) * 0.25
+    return _round_to_bfloat16(exact).to(torch.bfloat16).view(x.shape)
 
 
 def inverse_hadamard_rows(y: Tensor) -> Tensor:
@@ -231,40 +244,6 @@ def transpose_codes(data: Tensor, rows: int, contraction: int, pad: int = 2) -> 
     return pack_codes(unpack_codes(data)[:rows, :contraction].t(), pad)
 
 
-def _check_options(
-    pad: int,
-    two_dimensional: bool,
-    hadamard: bool,
-    four_over_six: FourOverSix | None,
-    row_scaled: bool,
-    seed: Tensor | None,
-) -> None:
-    if pad < 2 or pad % 2:
-        raise ConfigError(
-            f"cast_nvfp4: pad must be a positive even number, got {pad}",
-            why="two codes share a byte",
-        )
-    options = {
-        "two_dimensional": two_dimensional,
-        "hadamard": hadamard,
-        "four_over_six": four_over_six is not None,
-        "row_scaled": row_scaled,
-        "seed": seed is not None,
-    }
-    for one, other, why in (
-        ("four_over_six", "hadamard", "it compares errors of what was not transformed"),
-        ("four_over_six", "seed", "it compares errors of rounding to nearest"),
-        ("two_dimensional", "row_scaled", "rows of a square would have different tensor scales"),
-        ("two_dimensional", "hadamard", "one copy would not be the transpose of the other"),
-    ):
-        if options[one] and options[other]:
-            raise ConfigError(
-                f"cast_nvfp4: {one} and {other} exclude each other, got both",
-                why=why,
-                do="turn one of them off",
-            )
-
-
 def _amax_of_rows(x: Tensor) -> Tensor:
     """`amax` of each row, float32 [rows]."""
     if x.shape[1] == 0:
@@ -300,7 +279,7 @@ def _cast_rows(
     else:
         codes, scale_inv = _four_over_six(x, block_amax, amax.view(-1, 1), square, four_over_six)
     codes = codes.view(bands * square, blocks * _BLOCK)[:rows, :contraction]
-    largest = _CODE_MAX * (_SCALE_MAX if four_over_six is None else _FOUR_OVER_SIX_SCALE_MAX)
+    largest = _CODE_MAX * (_SCALE_MAX if four_over_six is None else four_over_six.scale_max)
     return codes, scale_inv[:rows], _divide(amax, largest)
 
 
@@ -309,7 +288,7 @@ def _to_six(
 ) -> tuple[Tensor, Tensor]:
     """Codes [rows, blocks, 16] and scale_inv [rows, blocks] with the amax of each block mapped to 6."""
     scale = _tensor_scale(amax, _CODE_MAX * _SCALE_MAX)
-    scale_inv = encode(block_amax * (scale * (1 / _CODE_MAX)), Format.E4M3)
+    scale_inv = _encode_scales(block_amax * (scale * (1 / _CODE_MAX)))
     return _encode_blocks(x, scale_inv, scale, threshold), scale_inv
 
 
@@ -317,12 +296,12 @@ def _four_over_six(
     x: Tensor, block_amax: Tensor, amax: Tensor, square: int, error: FourOverSix
 ) -> tuple[Tensor, Tensor]:
     """As `_to_six`, with the amax of each block mapped to 6 or to 4; `square` rows decide together."""
-    largest = _CODE_MAX * _FOUR_OVER_SIX_SCALE_MAX
+    largest = _CODE_MAX * error.scale_max
     scale = _tensor_scale(amax, largest)
     wanted = _divide(block_amax, _CODE_MAX) * scale
     candidates = []
     for factor in (_CODE_MAX / _MIDDLE_CODE, 1.0):
-        scale_inv = encode(wanted * factor, Format.E4M3)
+        scale_inv = _encode_scales(wanted * factor)
         codes = _encode_blocks(x, scale_inv, scale, None)
         decoded = _decode_codes(codes) * decode(scale_inv, Format.E4M3)[:, :, None]
         decoded = _divide(decoded * amax[:, :, None], largest)
@@ -356,6 +335,11 @@ def _tensor_scale(amax: Tensor, largest: float) -> Tensor:
     scale = torch.div(torch.full_like(amax, largest), amax).clamp(max=_FLOAT_MAX)
     usable = (amax > 0) & (amax < float("inf"))
     return torch.where(usable, scale, 1.0)
+
+
+def _encode_scales(x: Tensor) -> Tensor:
+    """E4M3 codes. Compiled code may set the sign of a NaN that it has been asked to clear."""
+    return torch.where(x.isnan(), _NAN_SCALE, encode(x, Format.E4M3))
 
 
 def _encode_blocks(x: Tensor, scale_inv: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
@@ -444,7 +428,14 @@ def _groups(x: Tensor) -> Tensor:
 def _signs(x: Tensor) -> Tensor:
     """The vector of signs, float32 [16]; by arithmetic, since data from the host cannot be copied in a CUDA graph."""
     place = torch.arange(_BLOCK, dtype=torch.int32, device=x.device)
-    return 1.0 - 2.0 * ((torch.full_like(place, _SIGN_CHANGES) >> place) & 1)
+    return 1.0 - 2.0 * ((torch.full_like(place, HADAMARD_SIGN_CHANGES) >> place) & 1)
+
+
+def _round_to_bfloat16(x: Tensor) -> Tensor:
+    """To nearest, float32 to float32. By its bits, for a compiler may leave out the way to bfloat16 and back."""
+    bits = x.view(torch.int32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & -(1 << 16)
+    return torch.where(x.isnan(), x, rounded.view(torch.float32))
 
 
 def _sums_and_differences(groups: Tensor) -> Tensor:
