@@ -13,6 +13,7 @@ import torch
 import fullgraph as fg
 import oracles
 from fullgraph import reference
+from fullgraph.customop.structured import parts_table
 from fullgraph.random import new_seed
 from fullgraph.recipes import BackwardOverride, Role
 from fullgraph.tensor import CastState
@@ -108,10 +109,8 @@ def bytes_of(tensor, name):
     """A result as plain tensors by name: bytes and scales of a quantized one."""
     if not isinstance(tensor, fg.QuantizedTensor):
         return {name: tensor.detach().clone()}
-    parts = tensor.parts
-    fields = [f.name for f in dataclasses.fields(parts) if f.name not in ("quantizer", "dtype")]
-    found = {f"{name}.{field}": getattr(parts, field) for field in fields}
-    return {k: t.clone() for k, t in found.items() if t is not None}
+    components = parts_table(tensor.parts).tensors(tensor.parts)
+    return {f"{name}.{component}": t.clone() for component, t in components.items()}
 
 
 def gradients(layer, leaves=()):

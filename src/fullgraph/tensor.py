@@ -225,7 +225,7 @@ class Quantizer:
             return Operand(self.decode_matrix(parts, orientation), None, self.format, scaling)
         scale_inv, tensor_scale_inv = parts.scales(orientation)
         assert scale_inv is not None
-        if not parts.swizzled:
+        if not (parts.swizzled and scaling in _BYTE_SCALES):
             contraction = payload.shape[1] * self.format.codes_per_byte
             scale_inv = scale_inv.view(scale_shape(scaling, payload.shape[0], contraction))
             if layout.swizzles(scaling):
@@ -257,8 +257,9 @@ def scale_shape(scaling: Scaling, rows: Any, contraction: Any) -> tuple[Any, ...
 class QuantizedParts:
     """A quantized tensor inside an op, or its spec.
 
-    Scales have the form that `Scaling` says; those of blocks are flat. A number of blocks may be 1, for which torch would
-    make a graph of its own, and one graph is to serve every batch size. So may the bytes of a packed columnwise row.
+    Scales have the form that `Scaling` says; those of blocks are flat. A number of blocks may be 1, for which torch
+    would make a graph of its own, and one graph is to serve every batch size. So may the bytes of a packed columnwise
+    row.
 
     Args:
         data: codes of the rowwise copy, uint8 [..., K], or None. Two E2M1 codes share a byte.

@@ -33,7 +33,9 @@ def both(case, backend, **options):
 def test_compiled_equals_eager(case, dynamic):
     recorder = GraphRecorder()
     layer, eager, compiled = both(case, recorder, dynamic=dynamic)
-    for tokens in (13, 24, 50) if dynamic else (13, 13):
+    # The first batch fills more than one block: torch takes sizes that are equal at first, such as K and K times one
+    # block of a quantized input, for equal ever after.
+    for tokens in (150, 24, 13) if dynamic else (13, 13):
         data = batch(tokens)
         assert_same_results(run(case, compiled, layer, data), run(case, eager, layer, data))
     assert counters["stats"]["unique_graphs"] == 1
@@ -82,7 +84,7 @@ def test_training_steps(recipe, quantized_weight, optimizer):
 
 def inductor_equals_eager(case, dynamic):
     layer, eager, compiled = both(case, "inductor", dynamic=dynamic)
-    for tokens in (13, 24) if dynamic else (13, 13):
+    for tokens in (150, 24) if dynamic else (13, 13):
         data = batch(tokens), batch(tokens)
         assert_same_results(run(case, compiled, layer, *data), run(case, eager, layer, *data))
     assert counters["stats"]["unique_graphs"] == 1

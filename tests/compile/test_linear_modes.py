@@ -8,10 +8,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fullgraph as fg
+from fullgraph.customop.graphs import GraphRecorder
 from linear_cases import (
     E4M3,
+    RECIPES,
     Case,
-    GraphRecorder,
     K,
     N,
     assert_linear_in_budget,
@@ -32,7 +33,7 @@ backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 weights = pytest.mark.parametrize(
     "quantized_weight", [False, True], ids=["plain", "quantized-weight"]
 )
-recipes = pytest.mark.parametrize("recipe", list(fg.recipes.BY_NAME))
+recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def compiled(function, backend="aot_eager", **options):
@@ -75,7 +76,7 @@ def test_without_gradients(context, case, backend):
     layer = case.layer()
     recorder = GraphRecorder()
     eager = case.function(layer)
-    function = compiled(eager, recorder.backend if backend == "aot_eager" else backend)
+    function = compiled(eager, recorder if backend == "aot_eager" else backend)
     x, _ = batch(24)
     with context():
         input = case.input(x)
@@ -83,7 +84,7 @@ def test_without_gradients(context, case, backend):
         assert_same_results(got, expected)
     assert graphs() == 1
     if backend == "aot_eager":
-        assert recorder.linear_nodes == (1, 0)
+        assert (len(recorder.forward), len(recorder.backward)) == (1, 0)
 
 
 def test_inference_tensors_do_not_spoil_training():
@@ -133,12 +134,12 @@ def test_quantized_output_into_the_next_layer(leading, backend):
     model = two_layers()
     x, grad_output = tensors((*leading, K), (*leading, K))
     recorder = GraphRecorder()
-    function = compiled(joined(model), recorder.backend if backend == "aot_eager" else backend)
+    function = compiled(joined(model), recorder if backend == "aot_eager" else backend)
     got = step(model, x, grad_output, function)
     assert_same_results(got, step(model, x, grad_output, joined(model)))
     assert len(gradients(model)) == 4
     if backend == "aot_eager":
-        assert recorder.linear_nodes == (2, 2)
+        assert (len(recorder.forward), len(recorder.backward)) == (2, 2)
     # The gradient is that of the plain chain on the decoded activation.
     hidden = model[0](x).detach()
     hidden = fg.quantize(hidden, E4M3).dequantize().requires_grad_()
@@ -509,14 +510,12 @@ def test_a_stack_of_layers_is_one_graph(backend):
     )
     x, grad_output = batch(24, K, 7)
     recorder = GraphRecorder()
-    function = compiled(
-        model, recorder.backend if backend == "aot_eager" else backend, dynamic=True
-    )
+    function = compiled(model, recorder if backend == "aot_eager" else backend, dynamic=True)
     got = step(model, x, grad_output, function)
     assert_same_results(got, step(model, x, grad_output))
     assert graphs() == 1
     if backend == "aot_eager":
-        assert recorder.linear_nodes == (3, 3)
+        assert (len(recorder.forward), len(recorder.backward)) == (3, 3)
 
 
 def test_errors_keep_their_message():

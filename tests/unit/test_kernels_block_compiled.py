@@ -1,7 +1,7 @@
 """The kernels of scales per row and per block as machine code for Hopper, which needs a compiler but no GPU.
 
-What the generated instructions must and must not be, for the results to be those of the reference. The results themselves
-are compared in tests/gpu/test_kernels_block.py.
+What the generated instructions must and must not be, for the results to be those of the reference. The results
+themselves are compared in tests/gpu/test_kernels_block.py.
 """
 
 import re

@@ -12,7 +12,7 @@ from fullgraph import reference
 from fullgraph.errors import ConfigError, ShapeError
 from fullgraph.formats import BOTH, COLUMNWISE, ROWWISE, Format, MXScaleMode, Orientation
 from fullgraph.reference.mx import cast_mx, decode_mx
-from fullgraph.reference.swizzle import swizzle, unswizzle
+from fullgraph.reference.swizzle import unswizzle
 from oracles import assert_same_bits
 
 FORMATS = [Format.E4M3, Format.E5M2]
@@ -51,15 +51,12 @@ def beside_powers_of_two(dtype):
     """In each row one amax: powers of two, format.max times them, and the numbers beside all of these."""
     low, high = math.frexp(torch.finfo(dtype).tiny)[1], math.frexp(torch.finfo(dtype).max)[1] - 1
     points = torch.tensor(
-        [s * 2.0**e for e in range(low, high, 3) for s in (1, 1.25, 1.5, 1.75, 1.875)], dtype=dtype
+        [s * 2.0**e for e in range(low, high, 7) for s in (1, 1.25, 1.5, 1.75, 1.875)], dtype=dtype
     )
     ends = torch.tensor(0.0, dtype=dtype), torch.tensor(INF, dtype=dtype)
     amaxes = torch.cat([points, *(torch.nextafter(points, end) for end in ends)])
-    return torch.rand(len(amaxes), 5).to(dtype) * amaxes[:, None] * _first_column_one(5, dtype)
-
-
-def _first_column_one(columns, dtype):
-    return torch.cat([torch.ones(1, dtype=dtype), torch.full((columns - 1,), 0.5, dtype=dtype)])
+    smaller = torch.rand(len(amaxes), 4).to(dtype) * amaxes[:, None]
+    return torch.cat([amaxes[:, None], smaller], 1)
 
 
 def codes_and_ties(dtype):
@@ -79,31 +76,29 @@ def codes_and_ties(dtype):
 
 
 DATA = {
-    "normal": lambda dtype: torch.randn(40, 70).to(dtype),
-    "heavy-tailed": lambda dtype: torch.distributions.StudentT(1.5).sample((40, 70)).to(dtype),
-    "many exponents": lambda dtype: (torch.randn(40, 70) * torch.rand(40, 70).mul(-90).exp()).to(
+    "normal": lambda dtype: torch.randn(34, 44).to(dtype),
+    "heavy-tailed": lambda dtype: torch.distributions.StudentT(1.5).sample((34, 44)).to(dtype),
+    "many exponents": lambda dtype: (torch.randn(34, 44) * torch.rand(34, 44).mul(-90).exp()).to(
         dtype
     ),
     "zeros": lambda dtype: torch.zeros(5, 40, dtype=dtype),
     "minus zeros": lambda dtype: -torch.zeros(5, 40, dtype=dtype),
-    "zero blocks": lambda dtype: (
-        torch.randn(40, 70).index_fill_(1, torch.arange(32, 64), 0).to(dtype)
-    ),
-    "one outlier": lambda dtype: with_value(torch.randn(40, 70), 3e4).to(dtype),
+    "zero blocks": lambda dtype: torch.randn(34, 44).index_fill_(1, torch.arange(32), 0).to(dtype),
+    "one outlier": lambda dtype: with_value(torch.randn(34, 44), 3e4).to(dtype),
     "subnormals of the dtype": lambda dtype: (
-        torch.randn(40, 70).mul(torch.finfo(dtype).tiny / 4).to(dtype)
+        torch.randn(34, 44).mul(torch.finfo(dtype).tiny / 4).to(dtype)
     ),
     "smallest of the dtype": lambda dtype: (
         torch.full((3, 4), torch.finfo(dtype).smallest_normal).mul(torch.finfo(dtype).eps).to(dtype)
     ),
     "largest of the dtype": lambda dtype: torch.full((3, 4), -torch.finfo(dtype).max, dtype=dtype),
     "largest beside small": lambda dtype: with_value(
-        torch.randn(40, 70).to(dtype), torch.finfo(dtype).max
+        torch.randn(34, 44).to(dtype), torch.finfo(dtype).max
     ),
     "beside powers of two": beside_powers_of_two,
     "codes and ties": codes_and_ties,
-    "infinite": lambda dtype: with_value(torch.randn(40, 70) * 1e4, -INF).to(dtype),
-    "not a number": lambda dtype: with_value(torch.randn(40, 70) * 1e4, -NAN).to(dtype),
+    "infinite": lambda dtype: with_value(torch.randn(34, 44) * 1e4, -INF).to(dtype),
+    "not a number": lambda dtype: with_value(torch.randn(34, 44) * 1e4, -NAN).to(dtype),
     "infinite and not a number": lambda dtype: torch.tensor(
         [[INF, NAN, -INF, 1.0, -0.0]], dtype=dtype
     ),
@@ -117,7 +112,8 @@ by_data = pytest.mark.parametrize("data", DATA)
 @by_dtype
 def test_cast(data, format, dtype):
     x = DATA[data](dtype)
-    for mode in MXScaleMode:
+    # All numbers are converted to float32 first, so one mode shows that 16-bit ones are.
+    for mode in MXScaleMode if dtype is torch.float32 else [MXScaleMode.RCEIL]:
         assert_same_cast(x, format, mode)
 
 
@@ -214,9 +210,9 @@ def test_nothing_saturates_but_where_the_mode_says_so(format):
 @pytest.mark.parametrize("swizzled", [False, True], ids=["plain", "swizzled"])
 def test_orientations_and_padding(orientation, two_dimensional, swizzled):
     # One element, one block, ragged, whole squares, more rows than a tile of scales, nothing.
-    for shape in [(1, 1), (1, 32), (7, 33), (64, 96), (130, 160), (0, 5), (5, 0), (0, 0)]:
+    for shape in [(1, 1), (1, 32), (7, 33), (64, 96), (130, 40), (0, 5), (5, 0), (0, 0)]:
         x = torch.randn(shape)
-        for pad in (1, 16, 32):
+        for pad in (1, 48):
             actual = cast_mx(
                 x,
                 Format.E4M3,
@@ -349,40 +345,35 @@ def test_codes_survive_a_round_trip(mode):
     assert_same_bits(decode_mx(again, scale_again, Format.E4M3), values)
 
 
-# inductor makes C++ of it, aot_eager shows a fault of tracing by itself.
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@by_dimensions
-def test_compiled_is_eager(backend, two_dimensional):
+# aot_eager shows a fault of tracing by itself; inductor makes C++ of it, which takes its time.
+@pytest.mark.parametrize(
+    ("backend", "two_dimensional", "orientation", "mode"),
+    [
+        ("aot_eager", False, BOTH, MXScaleMode.CEIL),
+        ("aot_eager", True, BOTH, MXScaleMode.EVEN),
+        ("inductor", False, ROWWISE, MXScaleMode.RCEIL),
+        ("inductor", True, COLUMNWISE, MXScaleMode.FLOOR),
+    ],
+    ids=str,
+)
+def test_compiled_is_eager(backend, two_dimensional, orientation, mode):
     """One graph, no guard on values: the whole of it can be part of a compiled function."""
 
-    def cast_and_decode(x, mode):
-        data, columnwise_data, scale_inv, columnwise_scale_inv = cast_mx(
-            x,
-            Format.E4M3,
-            scale_mode=mode,
-            two_dimensional=two_dimensional,
-            orientation=BOTH,
-            pad=48,
-        )
-        values = decode_mx(data, scale_inv, Format.E4M3)
-        return data, columnwise_data, scale_inv, swizzle(columnwise_scale_inv), values
+    def cast_and_decode(x):
+        options = {"scale_mode": mode, "two_dimensional": two_dimensional, "pad": 48}
+        results = cast_mx(x, Format.E4M3, orientation=orientation, **options)
+        data, scale_inv = results[1::2] if orientation is COLUMNWISE else results[::2]
+        return *(t for t in results if t is not None), decode_mx(data, scale_inv, Format.E4M3)
 
     compiled = torch.compile(cast_and_decode, fullgraph=True, backend=backend)
-    special = with_value(with_value(torch.randn(40, 70), NAN).roll(20, 0), INF)
-    inputs = (
-        torch.randn(40, 70),
-        special,
-        -special,
-        torch.randn(40, 70) * 1e-37,
-        torch.zeros(40, 70),
-    )
-    for mode in MXScaleMode if backend == "aot_eager" else [MXScaleMode.RCEIL]:
-        for x in inputs:
-            for ours, theirs in zip(compiled(x, mode), cast_and_decode(x, mode), strict=True):
-                if theirs.is_floating_point():
-                    assert torch.equal(ours.isnan(), theirs.isnan())
-                    ours, theirs = (
-                        ours.nan_to_num(7.0, INF, -INF),
-                        theirs.nan_to_num(7.0, INF, -INF),
-                    )
-                assert_same_bits(ours, theirs)
+    # A block that infinity, one that NaN and one that both are in, none of them whole.
+    special = torch.randn(40, 70)
+    special[3, 5] = special[39, 69] = INF
+    special[3, 40] = special[39, 68] = -NAN
+    for x in (torch.randn(40, 70), special, torch.randn(40, 70) * 1e-37, torch.zeros(40, 70)):
+        *ours, our_values = compiled(x)
+        *theirs, their_values = cast_and_decode(x)
+        for our, their in zip(ours, theirs, strict=True):
+            assert_same_bits(our, their)
+        assert torch.equal(our_values.isnan(), their_values.isnan())
+        assert_same_bits(*(v.where(~v.isnan(), 7.0) for v in (our_values, their_values)))

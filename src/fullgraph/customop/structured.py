@@ -159,7 +159,17 @@ def unflatten_like(template: Any, tensors: Iterator[Any]) -> Any:
 
 def wrap(value: Any) -> Any:
     """Parts as their structured tensor; anything else as it is."""
-    return _STRUCTURED[type(value)](value) if is_parts(value) else value
+    if not is_parts(value):
+        return value
+    return _STRUCTURED[type(value)](map_parts(_without_base, value))
+
+
+def _without_base(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without a history as a view: Dynamo would guard the sizes of what it is a view of."""
+    if not tensor._is_view():
+        return tensor
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    return tensor.new_empty(0).set_(storage, offset, tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
 
 def code_of(value: Any) -> Any:

@@ -20,10 +20,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from fullgraph.kernels.block import cast_block
     from fullgraph.kernels.mx import cast_mx
+    from fullgraph.kernels.nvfp4 import cast_nvfp4
+    from fullgraph.kernels.per_row import cast_per_row
     from fullgraph.kernels.per_tensor import amax, cast_delayed, cast_per_tensor
 
-__all__ = ["amax", "available", "cast_delayed", "cast_mx", "cast_per_tensor", "compute_capability"]
+__all__ = [
+    "amax",
+    "available",
+    "cast_block",
+    "cast_delayed",
+    "cast_mx",
+    "cast_nvfp4",
+    "cast_per_row",
+    "cast_per_tensor",
+    "compute_capability",
+]
 
 _HOME = {
     "amax": "per_tensor",

@@ -78,9 +78,9 @@ def cast_block(
 
 def _empty_scales(x: Tensor, rows: int, contraction: int, two_dimensional: bool) -> Tensor:
     """The scales of a copy, as `fullgraph.formats.Scaling` says, to be filled by the kernel."""
-    blocks = triton.cdiv(contraction, _BLOCK)
+    blocks = round_up(contraction, _BLOCK) // _BLOCK
     if two_dimensional:
-        shape = triton.cdiv(rows, _BLOCK), round_up(blocks, _SCALES_ALIGNMENT.value)
+        shape = round_up(rows, _BLOCK) // _BLOCK, round_up(blocks, _SCALES_ALIGNMENT.value)
     else:
         shape = blocks, rows
     return x.new_empty(shape, dtype=torch.float32)

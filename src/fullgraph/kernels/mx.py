@@ -93,8 +93,8 @@ def _new_copy(
     x: Tensor, rows: int, columns: int, pad: int, swizzled: bool
 ) -> tuple[Tensor, Tensor]:
     """Memory for the codes of a copy and for their scales."""
-    blocks = triton.cdiv(columns, _BLOCK.value)
-    shape = (rows, blocks)
+    blocks = round_up(columns, _BLOCK.value) // _BLOCK.value
+    shape: tuple[int, ...] = (rows, blocks)
     if swizzled:
         shape = (round_up(rows, _SCALE_ROWS.value) * round_up(blocks, _SCALE_COLUMNS.value),)
     data = x.new_empty((rows, round_up(columns, pad)), dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """NVFP4 in Triton: the amaxes, then both copies, packed, with their scales, in one pass.
 
-Bitwise equal to `fullgraph.reference.nvfp4` (tests/gpu/test_kernels_nvfp4.py); what the results mean is documented there.
-A columnwise copy is made from the transposed tile, by the code that makes the rowwise copy from the tile.
+Bitwise equal to `fullgraph.reference.nvfp4` (tests/gpu/test_kernels_nvfp4.py); what the results mean is documented
+there. A columnwise copy is made from the transposed tile, by the code that makes the rowwise copy from the tile.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -29,7 +29,7 @@ from fullgraph.kernels.tiles import encode, load_tile, round_up, tile_indices
 _BLOCK = Scaling.BLOCK_1X16.block
 # Not tuned yet. A tile is a multiple of 16 both ways, so that blocks and squares do not cross tiles.
 _TILE = (64, 64)
-_NUM_WARPS = 4
+_NUM_WARPS = 8
 _SWIZZLE_ROWS = 128
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -323,7 +323,9 @@ def _cast_rows(
         scale_inv = _encode_scales(block_amax, scale * (1 / 6))
         scaled = _scaled(blocks, scale_inv, scale)
         if seed_ptr is not None:
-            block = row[:, None] * tl.cdiv(contraction, 16) + _every_16th(column, BLOCKS)[None, :]
+            block = (
+                row[:, None] * tl.cdiv(contraction, 16) + _groups_of(column, 16, BLOCKS)[None, :]
+            )
             codes = _encode_stochastic(scaled, _random_bytes(tl.load(seed_ptr), block, stream))
         else:
             codes = _encode_nearest(scaled)
@@ -350,12 +352,12 @@ def _store(
     codes = tl.where(column[None, :] < contraction, codes, 0)
     low, high = tl.split(tl.reshape(codes, (ROWS, COLUMNS // 2, 2)))
     width = tl.cdiv(contraction, PAD) * (PAD // 2)
-    place = (tl.min(column) // 2 + tl.arange(0, COLUMNS // 2))[None, :]
+    place = _groups_of(column, 2, COLUMNS // 2)[None, :]
     inside = (row < rows) & (place < width)
     tl.store(data_ptr + row * width + place, (low | (high << 4)).to(tl.uint8), mask=inside)
 
     blocks = tl.cdiv(contraction, 16)
-    block = (tl.min(column) // 16 + tl.arange(0, COLUMNS // 16))[None, :]
+    block = _groups_of(column, 16, COLUMNS // 16)[None, :]
     inside = (row < rows) & (block < blocks)
     if SWIZZLED:
         tiles_across = tl.cdiv(blocks, 4)
@@ -380,9 +382,9 @@ def _one_nan(bits):
 
 
 @triton.jit
-def _every_16th(index, COUNT: tl.constexpr):
-    """The numbers of the blocks of consecutive elements, the first of which begins a block."""
-    return tl.min(index) // 16 + tl.arange(0, COUNT)
+def _groups_of(index, SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """The numbers of the COUNT groups that consecutive indices belong to, the first of which begins a group."""
+    return tl.min(index) // SIZE + tl.arange(0, COUNT)
 
 
 @triton.jit
@@ -473,7 +475,7 @@ def _block_error(
     terms = difference * difference if SQUARED_ERROR else tl.abs(difference)
     place = tl.arange(0, 16)[None, None, :]
     total = tl.zeros((ROWS, BLOCKS), tl.float32)
-    for i in tl.static_range(16):
+    for i in range(16):  # not unrolled: that takes a minute to compile
         # One term and fifteen zeros: exact in any order.
         total += tl.sum(tl.where(place == i, terms, 0.0), axis=2)
     if SQUARES:

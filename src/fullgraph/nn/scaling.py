@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fullgraph.customop.token import parse
 from fullgraph.delayed import FORWARD_SLOTS, SLOTS
-from fullgraph.errors import ConfigError, describe
+from fullgraph.errors import describe
 from fullgraph.nn.autocast import current_recipe
 from fullgraph.ops import scaling
 
@@ -196,7 +196,7 @@ def update_scales(model: nn.Module, *, group: Any = None) -> None:
             default is the world. All of its ranks must call this with the same layers.
 
     Raises:
-        ConfigError: the model has no `fg.Linear`, or none with delayed scaling.
+        ConfigError: the model has no `fg.Linear` with delayed scaling.
 
     Numerics: see `fullgraph.ops.scaling.update_scales`.
 
@@ -208,6 +208,10 @@ def update_scales(model: nn.Module, *, group: Any = None) -> None:
         224.0
     """
     states = _states(model)
+    if not states:
+        if not torch.compiler.is_compiling():
+            raise scaling.nothing_to_update(type(model).__name__)
+        scaling.update_scales([], [], [], [], [], "", "")
     name = _group_name(group)
     for device in dict.fromkeys([state.device for state in states]):
         here = [state for state in states if state.device == device]
@@ -256,25 +260,11 @@ def attach(
 def _states(model: nn.Module) -> list[ScalingState]:
     """The states that have a rule, in the order of the modules."""
     layers = [module for module in model.modules() if hasattr(module, "scaling_state")]
-    if not layers:
-        raise ConfigError(
-            f"update_scales: {type(model).__name__} has no fg.Linear",
-            why="scales and amaxes are kept by the layers",
-            do="pass the model that fullgraph.convert was given, not a part without linear layers",
-        )
     if not torch.compiler.is_compiling():
         for layer in layers:
             _find_rule(layer)
     states: list[ScalingState] = [layer.scaling_state for layer in layers]  # type: ignore[misc]
-    states = [state for state in states if state.rule]
-    if not states:
-        raise ConfigError(
-            f"update_scales: no fg.Linear of {type(model).__name__} has delayed scaling",
-            why="none has, or has run with, a recipe with delayed scaling",
-            do='give them one: fullgraph.convert(model, "fp8-delayed"). With fullgraph.autocast, before the whole step '
-            "is compiled, call update_scales once inside of it",
-        )
-    return states
+    return [state for state in states if state.rule]
 
 
 def _find_rule(layer: Any) -> None:

@@ -75,6 +75,16 @@ def update_scales(
     )
 
 
+def nothing_to_update(model: str) -> ConfigError:
+    """The error for a model without a layer that has a rule. Where Dynamo traces, the op has to raise it."""
+    return ConfigError(
+        f"update_scales: no layer of {model} has delayed scaling",
+        why="none has, or has run with, a recipe with delayed scaling",
+        do='give them one: fullgraph.convert(model, "fp8-delayed"). With fullgraph.autocast, before the whole step is '
+        "compiled, call update_scales once inside of it",
+    )
+
+
 def encode_rules(texts: Sequence[str]) -> str:
     """The rules of some layers as the text that `update_scales` takes.
 
@@ -221,8 +231,9 @@ def _forget(states: Sequence[Tensor]) -> None:
         _COUNTS.clear()
 
 
-def _fake(*arguments: Any) -> None:
-    return None
+def _fake(forward_amax: Sequence[Tensor], *arguments: Any) -> None:
+    if not forward_amax:
+        raise nothing_to_update("the model")
 
 
 _LIBRARY.impl("update_scales", _update, "CompositeExplicitAutograd")

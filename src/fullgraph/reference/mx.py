@@ -124,8 +124,9 @@ def _cast_rowwise(
     scaled = _times_power_of_two(x.to(torch.float32), _BIAS - element_exponent)
     # Flat and back, so that strides of x, also of dimensions of size 1, do not reach the result.
     codes = encode(scaled.reshape(-1), format).view(x.shape)
-    # Every NaN is in such a block, so this does not depend on which NaN the cast makes of it.
-    codes = torch.where(element_exponent == _NAN, format.nan_code, codes)
+    # Every NaN is in such a block, so it does not matter which of its NaNs the cast makes of one.
+    assert format.nan_code is not None
+    codes = codes.masked_fill(element_exponent == _NAN, format.nan_code)
     scale_inv = row_exponent.to(torch.uint8)
     return pad_columns(codes, pad), swizzle(scale_inv) if swizzled else scale_inv
 
