@@ -4,6 +4,7 @@ The codes come from the NumPy oracles of the families; what is added here is the
 """
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -15,6 +16,7 @@ import oracles_block
 import oracles_mx
 import oracles_nvfp4
 from fullgraph.formats import Scaling
+from fullgraph.tensor import CastState
 
 FIELDS = (
     "data",
@@ -331,12 +333,41 @@ CASES = [
 """Every quantizer with every set of copies that it can make, for `parametrize`."""
 
 
-def quantized(x, quantizer, orientation=fg.BOTH, seed=7):
-    """`fg.quantize` after a `torch.manual_seed`, and the seed that it draws."""
-    torch.manual_seed(seed)
-    drawn = torch.empty((), dtype=torch.int64).random_().item()
-    torch.manual_seed(seed)
-    return fg.quantize(x, quantizer, orientation), drawn
+SEED = 7
+"""For `torch.manual_seed`."""
+
+
+@functools.cache
+def drawn_seed():
+    """What a cast draws after `torch.manual_seed(SEED)`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        return torch.empty((), dtype=torch.int64).random_().item()
+
+
+def quantized(x, quantizer, orientation=fg.BOTH):
+    """`fg.quantize` with `drawn_seed`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        return fg.quantize(x, quantizer, orientation)
+
+
+def state_of(quantizer):
+    """What its cast takes, to make what `quantized` makes."""
+    return CastState(seed=torch.tensor(drawn_seed()) if quantizer.is_stochastic else None)
+
+
+@functools.cache
+def sample(shape, dtype):
+    """The same normal values for the same shape."""
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+@functools.cache
+def expected(name, shape, dtype, native=frozenset()):
+    """What must come of `sample` by one of `QUANTIZERS`, with `drawn_seed`; the oracles are slow."""
+    return Expected(QUANTIZERS[name], sample(shape, dtype), native=native, seed=drawn_seed())
 
 
 def assert_same_fields(parts, expected):
