@@ -138,9 +138,7 @@ def _block(quantizer, x, native, scale, seed):
 def _mx(quantizer, x, native, scale, seed):
     name, is_native = quantizer.format.name, Scaling.BLOCK_1X32 in native
     same = {"square": quantizer.two_dimensional, "pad": _pad(quantizer, native)}
-    data = oracles_mx.cast_both(
-        x, name, quantizer.scale_mode.value, swizzled=is_native, **same
-    )
+    data = oracles_mx.cast_both(x, name, quantizer.scale_mode.value, swizzled=is_native, **same)
     plain = oracles_mx.cast_both(x, name, quantizer.scale_mode.value, square=same["square"])
     return [
         Copy(data[i], data[2 + i], oracles_mx.decode(plain[i], plain[2 + i], name))
@@ -332,6 +330,22 @@ CASES = [
 ]
 """Every quantizer with every set of copies that it can make, for `parametrize`."""
 
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Every rank from 1 to 4, ragged, odd, empty in each place; the dtypes take turns.
+SHAPES = [
+    (24,),
+    (1,),
+    (0,),
+    (3, 7),
+    (0, 5),
+    (5, 0),
+    (18, 33),
+    (2, 3, 20),
+    (2, 0, 3),
+    (2, 3, 4, 5),
+]
+SAMPLES = [(shape, DTYPES[i % 3]) for i, shape in enumerate(SHAPES)]
 
 SEED = 7
 """For `torch.manual_seed`."""

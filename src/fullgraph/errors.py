@@ -54,6 +54,10 @@ class HardwareError(FullgraphError, RuntimeError):
     """A device that cannot do what was asked."""
 
 
+class EmulationWarning(UserWarning):
+    """A GEMM that the device does not have runs emulated; said once for each kind of GEMM."""
+
+
 class CompileError(FullgraphError, RuntimeError):
     """Something that cannot become part of one compiled graph."""
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from fullgraph import reference
-from fullgraph.errors import HardwareError
+from fullgraph.errors import EmulationWarning, HardwareError
 from fullgraph.formats import Format, Scaling
 from fullgraph.kernels import compute_capability
 from fullgraph.reference import Operand
@@ -122,6 +122,7 @@ def _warn_of_emulation(device: str, a: Kind, b: Kind) -> None:
     warnings.warn(
         f"{device} does not multiply {a} by {b} natively: emulated, with the same operands in high precision. "
         "Slower; meant for trying a recipe out.",
+        EmulationWarning,
         stacklevel=2,
     )
 

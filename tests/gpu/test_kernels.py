@@ -1,4 +1,4 @@
-"""The Triton kernels against the reference, bit for bit, and the native GEMM against float64."""
+"""The Triton kernels of per-tensor scaling against the reference, bit for bit."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ import torch
 import oracles
 from fullgraph import kernels, reference
 from fullgraph.formats import BOTH, Format, Orientation
-from fullgraph.gemm import GemmBackend, Operand, gemm, select
 from oracles import assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -238,71 +237,3 @@ def test_neither_waits_for_the_gpu_nor_breaks_a_graph():
         graph.replay()
         for ours, theirs in zip(captured, cast(), strict=True):
             assert_same_bits(ours, theirs)
-
-
-# Relative Frobenius error against float64. Hopper's tensor cores keep about 14 bits of a sum of
-# fp8 products; promoting it every 128 products (split accumulator) leaves some 1e-3 at K = 4096,
-# not promoting several times that. A bfloat16 output adds 1.7e-3 in quadrature.
-NATIVE_TOLERANCE = {
-    (torch.float32, True): 2e-3,
-    (torch.float32, False): 1e-2,
-    (torch.float16, True): 2e-3,
-    (torch.float16, False): 1e-2,
-    (torch.bfloat16, True): 4e-3,
-    (torch.bfloat16, False): 1e-2,
-}
-
-
-def quantized(x, format):
-    data, _, scale_inv = kernels.cast_per_tensor(x, kernels.amax(x), format, pad=16)
-    return Operand(data, scale_inv, format)
-
-
-def dequantized(operand):
-    return reference.decode(operand.data, operand.format).double() * operand.scale_inv.double()
-
-
-@pytest.mark.parametrize(
-    "formats",
-    [(Format.E4M3, Format.E4M3), (Format.E5M2, Format.E4M3), (Format.E4M3, Format.E5M2)],
-    ids=str,
-)
-@pytest.mark.parametrize("split", [True, False])
-def test_native_gemm(formats, split):
-    for m, k, n in ((256, 4096, 256), (13, 767, 50), (1, 16, 16), (0, 16, 16), (16, 0, 32)):
-        a = quantized(gaussian((m, k), torch.bfloat16), formats[0])
-        b = quantized(0.02 * gaussian((n, k), torch.bfloat16), formats[1])
-        backend = select(GPU, *formats)
-        assert backend is GemmBackend.NATIVE
-        exact = dequantized(a) @ dequantized(b).t()
-        for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for bias_dtype in (None, out_dtype, torch.float32, torch.bfloat16):
-                bias = None if bias_dtype is None else gaussian((n,), bias_dtype)
-                expected = exact.clone()
-                if bias is not None:
-                    expected += bias.double()
-                actual = gemm(
-                    backend, a, b, bias=bias, out_dtype=out_dtype, split_accumulator=split
-                )
-                assert (actual.dtype, actual.shape) == (out_dtype, expected.shape)
-                assert actual.is_contiguous()
-                if expected.count_nonzero():
-                    error = oracles.relative_error(actual, expected)
-                    assert error <= NATIVE_TOLERANCE[out_dtype, split], (
-                        m,
-                        k,
-                        n,
-                        out_dtype,
-                        bias_dtype,
-                    )
-                else:
-                    assert not actual.count_nonzero()
-
-
-def test_e5m2_by_e5m2_takes_the_reference_route():
-    a = quantized(gaussian((50, 300), torch.bfloat16), Format.E5M2)
-    b = quantized(gaussian((70, 300), torch.bfloat16), Format.E5M2)
-    backend = select(GPU, Format.E5M2, Format.E5M2)
-    assert backend is GemmBackend.REFERENCE
-    actual = gemm(backend, a, b, out_dtype=torch.float32)
-    assert oracles.relative_error(actual, dequantized(a) @ dequantized(b).t()) <= 2e-5

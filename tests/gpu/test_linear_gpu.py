@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.gpu,
     # Dynamo looks for the gradient of a quantized input that is no leaf; hidden from users, an error here.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore::fullgraph.errors.EmulationWarning"),
 ]
 GPU = torch.device("cuda", 0)
 K, N = 256, 384
@@ -79,9 +80,9 @@ def test_train_and_eval_under_cuda_graphs(train_then_eval, recipe):
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
-# The native FP8 units of Hopper sum with about 14 bits.
-NATIVE_SUMS = 3e-4
-ROUNDING = {torch.float32: NATIVE_SUMS, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+# The native FP8 units of Hopper sum with about 14 bits; with fast accumulation, as in fprop, over the whole contraction.
+ROUNDING = {torch.float32: 3e-4, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+FAST_ACCUMULATION = 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -99,7 +100,11 @@ def test_gemms_are_exact_on_what_they_read(recipe, tokens, features, dtype):
         assert got[name].shape == value.shape, name
         if value.numel() and value.norm() > 0:
             error = (got[name].cpu().double() - value).norm() / value.norm()
-            assert error < ROUNDING[dtype], (name, error)
+            limit = ROUNDING[dtype]
+            assert error < (max(limit, FAST_ACCUMULATION) if name == "output" else limit), (
+                name,
+                error,
+            )
         else:
             assert not got[name].count_nonzero()
 

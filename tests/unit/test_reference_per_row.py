@@ -142,28 +142,15 @@ def test_round_trip_error_is_that_of_the_format(format):
     assert 0.9 * typical < error < 1.1 * typical
 
 
-# aot_eager: traced and functionalised; inductor: other code, which must not round otherwise.
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_compiled_is_eager(backend, power_of_two):
+def test_compiled_is_eager(power_of_two):
     def cast(x):
         return reference.cast_per_row(
             x, Format.E4M3, orientation=BOTH, power_of_two=power_of_two, pad=16
         )
 
-    compiled = torch.compile(cast, fullgraph=True, backend=backend, dynamic=False)
+    compiled = torch.compile(cast, fullgraph=True, dynamic=False)
     for factor in (0.0, 1.0, 1e-30, INF):
         x = (torch.randn(7, 33) * factor).bfloat16()
-        for ours, theirs in zip(compiled(x), cast(x), strict=True):
-            assert_same_bits(ours, theirs)
-
-
-def test_traces_with_symbolic_sizes():
-    def cast(x):
-        return reference.cast_per_row(x, Format.E5M2, orientation=BOTH, pad=16)
-
-    compiled = torch.compile(cast, fullgraph=True, backend="aot_eager", dynamic=True)
-    for shape in ((7, 33), (20, 50)):
-        x = torch.randn(shape)
         for ours, theirs in zip(compiled(x), cast(x), strict=True):
             assert_same_bits(ours, theirs)

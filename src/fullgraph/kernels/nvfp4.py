@@ -172,7 +172,7 @@ def _amaxes(
     return whole, amax(whole) if whole is not None and orientation.columnwise else None
 
 
-@triton.jit(do_not_specialize=["tiles_across"])
+@triton.jit(do_not_specialize=["rows", "tiles_across"])
 def _amax_kernel(
     x_ptr,
     bits_ptr,  # int32 [] or, if BY_ROW, [rows], zeros at the start: the bits of the largest magnitudes; or None
@@ -200,7 +200,8 @@ def _amax_kernel(
         tl.atomic_max(columnwise_bits_ptr, _one_nan(bits), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["tiles_across"])
+# Rows are not what wide loads and stores depend on, so they need no kernels of their own.
+@triton.jit(do_not_specialize=["rows", "contracted_rows", "tiles_across"])
 def _cast_kernel(
     x_ptr,
     amax_ptr,  # float32 [] or, if ROW_SCALED, [rows]; None if not needed, as all that follow
