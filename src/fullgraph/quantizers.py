@@ -28,7 +28,7 @@ from fullgraph.formats import (
     Orientation,
     Scaling,
 )
-from fullgraph.random import draw_seed
+from fullgraph.random import draw_seed, of_rank
 from fullgraph.reference import Operand
 from fullgraph.tensor import (
     HIGH_PRECISION,
@@ -742,7 +742,7 @@ def _plan(a: QuantizeArguments) -> Plan:
 
 
 def _execute(plan: Plan, a: QuantizeArguments) -> dict[str, QuantizedParts]:
-    state = CastState(seed=a.seed)
+    state = CastState(seed=None if a.seed is None else of_rank(a.seed))
     return {"output": a.quantizer.quantize(a.x, a.orientation, state=state)}
 
 

@@ -144,6 +144,8 @@ class Recipe:
     """The encoded `ScalingRule` of a recipe with delayed scaling; empty otherwise."""
     draws_forward: ClassVar[bool] = False
     """Whether a forward pass needs random numbers."""
+    draws_backward: ClassVar[bool] = False
+    """Whether a backward pass needs random numbers."""
 
     def __post_init__(self) -> None:
         # Derived constants of a frozen object: Dynamo then guards one string per layer.
@@ -158,6 +160,8 @@ class Recipe:
         forward = (numerics.input, numerics.weight, numerics.output)
         stochastic = any(q is not None and q.is_stochastic for q in forward)
         object.__setattr__(self, "draws_forward", stochastic)
+        backward = numerics.grad_output is not None and numerics.grad_output.is_stochastic
+        object.__setattr__(self, "draws_backward", backward)
 
     def quantizer(self, role: Role) -> Quantizer | None:
         """The quantizer of a tensor, or None for high precision."""

@@ -309,14 +309,21 @@ class QuantizedParts:
         return COLUMNWISE if self.data is None else BOTH
 
     def only(self, orientation: Orientation) -> QuantizedParts:
-        """The same tensor with only one of its copies."""
-        kept = dict.fromkeys(("data", "tensor_scale_inv"), orientation.rowwise)
+        """The same tensor with only one of its copies, ROWWISE or COLUMNWISE."""
+        quantizer = self.quantizer.for_copy(orientation)
+        assert quantizer is not None
+        kept: dict[str, bool] = dict.fromkeys(("data", "tensor_scale_inv"), orientation.rowwise)
         kept |= dict.fromkeys(
             ("columnwise_data", "columnwise_scale_inv", "columnwise_tensor_scale_inv"),
             orientation.columnwise,
         )
         kept["scale_inv"] = orientation.rowwise or self.columnwise_scale_inv is None
-        return dataclasses.replace(self, **{name: None for name, keep in kept.items() if not keep})
+        kept["sizes"] = quantizer.scaling is Scaling.CUSTOM or _packs(quantizer)
+        return dataclasses.replace(
+            self,
+            **dict.fromkeys([name for name, keep in kept.items() if not keep]),
+            swizzled=self.swizzled and quantizer.scaling in _BYTE_SCALES,
+        )
 
     def payload(self, orientation: Orientation) -> Tensor | None:
         """The codes of one copy as a matrix uint8 [rows, contraction]; None if there is no such copy."""

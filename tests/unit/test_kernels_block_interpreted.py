@@ -104,9 +104,8 @@ def main(cast):
             x = torch.zeros(2, 128 * len(AMAXES), dtype=dtype)
             x[1, 5::128] = torch.tensor(AMAXES)
             if dtype is torch.bfloat16:
-                x.nan_to_num_(
-                    0.0, INF
-                )  # the interpreter keeps bfloat16 as integers and finds no NaN
+                # The interpreter keeps bfloat16 as integers and finds none of them to be NaN.
+                x.nan_to_num_(0.0, INF)
             for format in (Format.E4M3, Format.E5M2):
                 for power_of_two, eps in ((False, 0.0), (True, 1e-12), (False, 1e-45)):
                     options |= {"power_of_two": power_of_two, "eps": eps, "orientation": BOTH}

@@ -275,7 +275,7 @@ def test_traces_with_symbolic_sizes():
     def cast(x):
         return reference.cast_block(x, Format.E5M2, two_dimensional=True, pad=16)
 
-    compiled = torch.compile(cast, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(cast, fullgraph=True, backend="eager", dynamic=True)
     for shape in ((7, 133), (140, 300)):
         x = torch.randn(shape)
         actual, expected = compiled(x), cast(x)

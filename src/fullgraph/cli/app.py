@@ -61,6 +61,18 @@ def train(
     ] = Path("runs/train"),
     json: Json = None,
     seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = 0,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where checkpoints go; by default none.")
+    ] = None,
+    save_every: Annotated[
+        int, typer.Option(metavar="N", help="Steps between checkpoints; the last is saved too.")
+    ] = 50,
+    stop_after: Annotated[
+        int | None, typer.Option(metavar="N", help="End after this step, to be resumed later.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Go on from this checkpoint.")
+    ] = None,
 ) -> None:
     """Train a small byte-level GPT on real text, compiled with fullgraph=True."""
     from fullgraph.cli.train import TrainOptions, summary, train
@@ -68,7 +80,21 @@ def train(
     with refusals():
         if json is not None:
             writable(json)
-        result = train(TrainOptions(recipe, compare, data, steps, device, out, seed))
+        result = train(
+            TrainOptions(
+                recipe,
+                compare,
+                data,
+                steps,
+                device,
+                out,
+                seed,
+                save,
+                save_every,
+                stop_after,
+                resume,
+            )
+        )
     write_json(json, result)
     console.print(summary(result))
     console.print(
@@ -77,6 +103,8 @@ def train(
     if result["interrupted"]:
         console.print(f"interrupted after {result['steps']} of {result['requested_steps']} steps")
         raise typer.Exit(INTERRUPTED)
+    if result["steps"] < result["requested_steps"]:
+        console.print(f"stopped after {result['steps']} of {result['requested_steps']} steps")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 Both models start from the same weights and see the same batches; each step trains the one, then the other, so that
 losses and times are taken under the same conditions, and an interrupted run is complete for the steps that it did.
+Saved and resumed (`checkpoint.py`), it has the losses of a run that was not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import platform
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fullgraph._version import __version__
+from fullgraph.cli import checkpoint
 from fullgraph.cli.curves import Log, draw, smoothed
 from fullgraph.cli.device import cpp_compiler, find_device
 from fullgraph.cli.gpt import GPT, GPTSize
@@ -31,7 +33,7 @@ from fullgraph.cli.text import Batches, read_text
 from fullgraph.customop.graphs import GraphRecorder, isolated
 from fullgraph.errors import ConfigError
 from fullgraph.explain import ROUTES
-from fullgraph.nn import Linear
+from fullgraph.nn import Linear, attach
 from fullgraph.recipes import Recipe, get
 
 BATCH_SIZE = 8
@@ -47,10 +49,14 @@ class TrainOptions:
     Args:
         recipe, compare: names of recipes; `compare` None trains one model only.
         data: text to train on; None for Python's standard library.
-        steps: optimizer steps.
+        steps: optimizer steps of the whole training, over which the learning rate falls.
         device: where to train.
         out: directory for the log and the curves.
         seed: of weights and batches.
+        save: file for checkpoints; None writes none.
+        save_every: steps between two checkpoints; the last step is saved too.
+        stop_after: the step to end after, for a while; None goes on to `steps`.
+        resume: checkpoint to go on from; None begins anew.
         size: of the model.
     """
 
@@ -61,7 +67,29 @@ class TrainOptions:
     device: str = "cpu"
     out: Path = Path("runs/train")
     seed: int = 0
+    save: Path | None = None
+    save_every: int = 50
+    stop_after: int | None = None
+    resume: Path | None = None
     size: GPTSize = dataclasses.field(default_factory=GPTSize)
+
+    @property
+    def last_step(self) -> int:
+        """The step that this run ends with."""
+        return self.steps if self.stop_after is None else min(self.stop_after, self.steps)
+
+    def check(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            ConfigError: fewer than one step.
+        """
+        counts = {"steps": self.steps, "save-every": self.save_every, "stop-after": self.last_step}
+        for name, count in counts.items():
+            if count < 1:
+                raise ConfigError(
+                    f"train: at least one step is needed, got {count}", do=f"raise --{name}"
+                )
 
 
 class Trainee:
@@ -90,6 +118,8 @@ class Trainee:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, options.steps)
         )
+        if recipe.scaling_rule_text:
+            attach(self.optimizer, self.model)
         self.device_type = device.type
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -107,6 +137,20 @@ class Trainee:
         value = loss.item()  # waits for the device, so the time is that of the whole step
         self.seconds.append(time.perf_counter() - start)
         self.losses.append(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides the next steps, but for batches and random numbers."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
 
     def measurements(self, tokens: int) -> dict[str, Any]:
         """What the run shows of this model.
@@ -158,15 +202,16 @@ def train(options: TrainOptions) -> dict[str, Any]:
         ConfigError: an option that cannot be meant.
         HardwareError: a device that is not there.
     """
-    if options.steps < 1:
-        raise ConfigError(
-            f"train: at least one step is needed, got {options.steps}", do="raise --steps"
-        )
+    options.check()
     names = [name for name in (options.recipe, options.compare) if name is not None]
     recipes = [get(name) for name in names]
     device = find_device(options.device)
     text = read_text(options.data, options.size.context)
     log_path, curve_path = (writable(options.out / name) for name in ("loss.jsonl", "loss.png"))
+    if options.save is not None:
+        writable(options.save)
+    identity = _identity(options, text)
+    resumed = None if options.resume is None else checkpoint.load(options.resume, identity)
     compiler = _choose_compiler(device)
 
     console.print(f"{len(text):,} bytes of text, {device}, torch {torch.__version__}")
@@ -175,11 +220,15 @@ def train(options: TrainOptions) -> dict[str, Any]:
         for name, recipe in zip(names, recipes, strict=True)
     ]
     batches = Batches(text, BATCH_SIZE, options.size.context, device, options.seed)
+    training = _Training(options, identity, trainees, batches)
+    if resumed is not None:
+        training.load(resumed)
+    first_step = len(training.records) + 1
     with Log(log_path) as log, _one_thread():
-        interrupted = _run(options.steps, trainees, batches, log)
+        interrupted = _run(training, log)
     done = log.num_records
     for trainee in trainees:  # an interruption may come before a step is logged
-        del trainee.losses[done:], trainee.seconds[done:]
+        del trainee.losses[done:], trainee.seconds[done + 1 - first_step :]
     draw(curve_path, {trainee.name: trainee.losses for trainee in trainees})
     return {
         "recipe": options.recipe,
@@ -197,7 +246,9 @@ def train(options: TrainOptions) -> dict[str, Any]:
         "num_parameters": sum(p.numel() for p in trainees[0].model.parameters()),
         "requested_steps": options.steps,
         "steps": done,
+        "first_step": first_step,
         "interrupted": interrupted,
+        "checkpoint": None if options.save is None else str(options.save),
         "log": str(log_path),
         "curve": str(curve_path),
         **_measurements(trainees, BATCH_SIZE * options.size.context),
@@ -241,21 +292,94 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _run(steps: int, trainees: list[Trainee], batches: Batches, log: Log) -> bool:
+@dataclasses.dataclass
+class _Training:
+    """A run in progress: what a checkpoint is made of.
+
+    Args:
+        options: of the run.
+        identity: what a run must share with its checkpoint.
+        trainees: the models.
+        batches: what they see.
+        records: the lines of the log so far.
+    """
+
+    options: TrainOptions
+    identity: dict[str, Any]
+    trainees: list[Trainee]
+    batches: Batches
+    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def save_if_due(self) -> None:
+        """Write a checkpoint after a step, if there is to be one."""
+        step, options = len(self.records), self.options
+        if options.save is None or (step % options.save_every and step != options.last_step):
+            return
+        checkpoint.save(
+            options.save,
+            {
+                "options": self.identity,
+                "records": self.records,
+                "trainees": [trainee.state_dict() for trainee in self.trainees],
+                "batches": self.batches.generator.get_state(),
+                "random": checkpoint.random_state(self.batches.device),
+            },
+        )
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on where a checkpoint was taken.
+
+        Raises:
+            ConfigError: nothing is left to do.
+        """
+        self.records = state["records"]
+        if len(self.records) >= self.options.last_step:
+            raise ConfigError(
+                f"train: the checkpoint has {len(self.records)} steps of {self.options.last_step}",
+                why="nothing is left to train",
+                do="leave --resume out, or raise --stop-after",
+            )
+        for prefix, trainee, saved in zip(
+            ("", "compare_"), self.trainees, state["trainees"], strict=False
+        ):
+            trainee.load_state_dict(saved)
+            trainee.losses = [record[f"{prefix}loss"] for record in self.records]
+        self.batches.generator.set_state(state["batches"])
+        checkpoint.set_random_state(state["random"], self.batches.device)
+
+
+def _identity(options: TrainOptions, text: Tensor) -> dict[str, Any]:
+    """What must be the same for a run to go on from a checkpoint."""
+    return {
+        "recipe": options.recipe,
+        "compare": options.compare,
+        "steps": options.steps,
+        "seed": options.seed,
+        "text": checkpoint.text_mark(text),
+        "size": dataclasses.asdict(options.size),
+    }
+
+
+def _run(training: _Training, log: Log) -> bool:
     """Train all models step by step; whether Ctrl-C ended it early."""
     try:
-        with _Display(steps, batches.tokens) as display:
-            for step in range(1, steps + 1):
-                batch = batches.draw()
-                for trainee in trainees:
+        for record in training.records:
+            log.write(record)
+        first, last = len(training.records) + 1, training.options.last_step
+        with _Display(first, last, training.batches.tokens) as display:
+            for step in range(first, last + 1):
+                batch = training.batches.draw()
+                for trainee in training.trainees:
                     display.start(step, trainee)
                     trainee.step(*batch)
                 record: dict[str, Any] = {"step": step}
-                for prefix, trainee in zip(("", "compare_"), trainees, strict=False):
+                for prefix, trainee in zip(("", "compare_"), training.trainees, strict=False):
                     record[f"{prefix}loss"] = trainee.losses[-1]
                     record[f"{prefix}seconds"] = trainee.seconds[-1]
+                training.records.append(record)
                 log.write(record)
-                display.finish(step, trainees)
+                training.save_if_due()
+                display.finish(step, training.trainees)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows completes what was begun
         return True
@@ -265,9 +389,9 @@ def _run(steps: int, trainees: list[Trainee], batches: Batches, log: Log) -> boo
 class _Display:
     """Progress: a bar on a terminal, some lines elsewhere."""
 
-    def __init__(self, steps: int, tokens: int) -> None:
-        self.steps, self.tokens = steps, tokens
-        self.every = max(1, steps // LINES_WITHOUT_TERMINAL)
+    def __init__(self, first: int, last: int, tokens: int) -> None:
+        self.first, self.last, self.tokens = first, last, tokens
+        self.every = max(1, (last + 1 - first) // LINES_WITHOUT_TERMINAL)
         self.progress = Progress(
             TextColumn("[progress.description]{task.description}"),
             BarColumn(),
@@ -277,11 +401,11 @@ class _Display:
             console=console,
             disable=not console.is_terminal,
         )
-        self.task = self.progress.add_task("starting", total=steps, facts="")
+        self.task = self.progress.add_task("starting", total=last, completed=first - 1, facts="")
 
     def start(self, step: int, trainee: Trainee) -> None:
         """A model is about to be trained for a step."""
-        if step == 1:
+        if step == self.first:
             self._describe(f"compiling {trainee.name}")
 
     def finish(self, step: int, trainees: list[Trainee]) -> None:
@@ -291,8 +415,9 @@ class _Display:
             for t in trainees
         )
         self.progress.update(self.task, completed=step, facts=facts, description="training")
-        if not console.is_terminal and (step % self.every == 0 or step in (1, self.steps)):
-            console.print(f"step {step}/{self.steps}: {facts}", highlight=False, soft_wrap=True)
+        ends = (self.first, self.last)
+        if not console.is_terminal and (step % self.every == 0 or step in ends):
+            console.print(f"step {step}/{self.last}: {facts}", highlight=False, soft_wrap=True)
 
     def _describe(self, what: str) -> None:
         self.progress.update(self.task, description=what)

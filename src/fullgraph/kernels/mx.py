@@ -107,7 +107,7 @@ def _constants(format: Format, scale_mode: MXScaleMode) -> dict[str, Any]:
         MXScaleMode.RCEIL: None,  # depends on the amax
         MXScaleMode.FLOOR: 0,
         MXScaleMode.CEIL: _MANTISSA.value,
-        MXScaleMode.EVEN: 1 << (_MANTISSA_BITS.value - format.value.mantissa_bits - 1),
+        MXScaleMode.EVEN: int(format.eps * (1 << _MANTISSA_BITS.value)) // 2,
     }
     return {
         "CARRY": carry[scale_mode],

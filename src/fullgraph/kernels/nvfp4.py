@@ -125,7 +125,7 @@ def _allocate(
     swizzled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Data, scale_inv and tensor_scale_inv of one copy, not yet written."""
-    blocks = triton.cdiv(contraction, _BLOCK)
+    blocks = round_up(contraction, _BLOCK) // _BLOCK
     shape = (round_up(rows, _SWIZZLE_ROWS) * round_up(blocks, 4),) if swizzled else (rows, blocks)
     return (
         x.new_empty((rows, padded_contraction // 2), dtype=torch.uint8),

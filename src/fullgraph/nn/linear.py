@@ -15,7 +15,7 @@ from fullgraph.nn.autocast import current_recipe, recipe_of
 from fullgraph.nn.scaling import HISTORY_KEY, SCALE_KEY, ScalingState
 from fullgraph.ops.linear import LinearArguments, linear_op, linear_token
 from fullgraph.quantizers import quantize
-from fullgraph.random import draw_seed
+from fullgraph.random import draw_seed, order_of, prepare
 from fullgraph.recipes import Recipe, Role, resolve
 from fullgraph.tensor import QuantizedTensor
 
@@ -81,7 +81,13 @@ def _linear(
         dtype = torch.get_autocast_dtype(device)
     token = linear_token(recipe.numerics_text_of(layer_name), dtype, quantized_output)
     seed = draw_seed(input) if recipe.draws_forward else None
-    return linear_op(LinearArguments(input, weight, bias, seed=seed, **state), token=token)
+    order = None
+    if recipe.draws_backward:
+        if not torch.compiler.is_compiling():
+            prepare(input.device)
+        order = order_of(input.device)
+    arguments = LinearArguments(input, weight, bias, seed=seed, draw_order=order, **state)
+    return linear_op(arguments, token=token)
 
 
 class Linear(nn.Linear):
@@ -146,6 +152,7 @@ class Linear(nn.Linear):
         self.layer_name = name
         if "scaling_state" not in self.__dict__:
             self.scaling_state = ScalingState(self.weight.device)
+        prepare(self.weight.device)
         self.scaling_state.set_rule("" if self.recipe is None else self.recipe.scaling_rule_text)
 
     @property
@@ -167,6 +174,7 @@ class Linear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         self.scaling_state.follow(self.weight.device)
+        prepare(self.weight.device)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

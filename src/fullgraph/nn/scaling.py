@@ -149,8 +149,7 @@ class ScalingState:
     ) -> None:
         """The part of a layer's `_load_from_state_dict` that concerns this state.
 
-        A checkpoint without it is no error: delayed scaling then starts anew, and a warning says so, once for each
-            load.
+        A checkpoint without it is no error: delayed scaling then starts anew, and a warning says so, once a load.
 
         Warns:
             UserWarning: a layer with delayed scaling is loaded from a checkpoint without scales.

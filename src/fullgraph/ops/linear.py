@@ -31,7 +31,7 @@ from fullgraph.errors import ConfigError, ShapeError, describe
 from fullgraph.formats import BOTH, COLUMNWISE, ROWWISE, Orientation, Scaling
 from fullgraph.gemm import GemmBackend
 from fullgraph.ops.scaling import count_use
-from fullgraph.random import new_seed
+from fullgraph.random import new_seed, of_rank
 from fullgraph.recipes import BackwardOverride, LinearNumerics
 from fullgraph.tensor import (
     HIGH_PRECISION,
@@ -56,6 +56,7 @@ class LinearArguments:
         forward_amax: their amaxes, float32 [3], raised; None if they are not to be recorded.
         backward_scale: scale of grad_output, float32 [1].
         backward_amax: its amax, float32 [1], raised by the backward op.
+        draw_order: `random.order_of` the device, where the backward pass rounds stochastically.
         seed: int64 [], random numbers of stochastic rounding in the forward pass, if there is any.
         numerics: quantizers and accumulation, resolved from a recipe.
         output_dtype: dtype of the output, and of GEMMs in high precision.
@@ -69,6 +70,7 @@ class LinearArguments:
     forward_amax: Mut[Tensor | None] = None
     backward_scale: Carry[Tensor | None] = None
     backward_amax: Carry[Tensor | None] = None
+    draw_order: Carry[Tensor | None] = None
     seed: Tensor | None = None
     numerics: LinearNumerics = FROM_TOKEN
     output_dtype: torch.dtype = FROM_TOKEN
@@ -86,6 +88,7 @@ class LinearBackwardArguments:
         weight: what dgrad reads, likewise.
         backward_scale: as forward.
         backward_amax: as forward.
+        draw_order: as forward.
         numerics: as forward.
         output_dtype: as forward.
         input_dtype, weight_dtype, bias_dtype: dtypes of the gradients.
@@ -96,6 +99,7 @@ class LinearBackwardArguments:
     weight: Tensor | None
     backward_scale: Tensor | None
     backward_amax: Mut[Tensor | None]
+    draw_order: Mut[Tensor | None]
     numerics: LinearNumerics
     output_dtype: torch.dtype
     input_dtype: Planned[torch.dtype]
@@ -330,7 +334,7 @@ def _forward_state(a: Any, slot: int) -> CastState:
     return CastState(
         None if a.forward_scale is None else a.forward_scale[slot],
         None if a.forward_amax is None else a.forward_amax[slot],
-        None if a.seed is None else a.seed + slot,
+        None if a.seed is None else of_rank(a.seed + slot),
     )
 
 

@@ -146,7 +146,7 @@ def _scale_exponent(amax_bits: Tensor, format: Format, scale_mode: MXScaleMode) 
         carry = {
             MXScaleMode.FLOOR: 0,
             MXScaleMode.CEIL: _MANTISSA,
-            MXScaleMode.EVEN: 1 << (_MANTISSA_BITS - format.value.mantissa_bits - 1),
+            MXScaleMode.EVEN: int(format.eps * (1 << _MANTISSA_BITS)) // 2,
         }[scale_mode]
         exponent = ((bits + carry) >> _MANTISSA_BITS) - format.max_exponent
     exponent = torch.where(amax_bits < _INF_BITS, exponent.clamp(0, _LARGEST), _LARGEST)
