@@ -16,6 +16,7 @@ import oracles_block
 import oracles_mx
 import oracles_nvfp4
 from fullgraph.formats import Scaling
+from fullgraph.random import draw_seed
 from fullgraph.tensor import CastState
 
 FIELDS = (
@@ -356,7 +357,7 @@ def drawn_seed():
     """What a cast draws after `torch.manual_seed(SEED)`."""
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
-        return torch.empty((), dtype=torch.int64).random_().item()
+        return draw_seed(torch.empty(0)).item()
 
 
 def quantized(x, quantizer, orientation=fg.BOTH):

@@ -17,7 +17,7 @@ from fullgraph.formats import (
     Orientation,
     Scaling,
 )
-from fullgraph.nn import Linear, autocast, linear
+from fullgraph.nn import Linear, attach, autocast, linear, update_scales
 from fullgraph.quantizers import (
     BlockQuantizer,
     DelayedQuantizer,
@@ -55,7 +55,7 @@ __all__ = [
     "Report",
     "Scaling",
     "__version__",
-
+    "attach",
     "autocast",
     "convert",
     "customop",
@@ -65,5 +65,5 @@ __all__ = [
     "quantize",
     "recipes",
     "testing",
-
+    "update_scales",
 ]

@@ -23,7 +23,7 @@ from fullgraph.tensor import HIGH_PRECISION, QuantizedTensor
 
 Filter = Callable[[str, nn.Linear], Any]
 
-_OWN_ATTRIBUTES = ("recipe", "return_bias")
+_OWN_ATTRIBUTES = ("recipe", "return_bias", "layer_name", "scaling_state")
 """What `fg.Linear.configure` sets."""
 
 
@@ -150,9 +150,9 @@ def convert(
         resolved,
         tuple([_describe(*entry, reason) for entry, reason in zip(found, reasons, strict=True)]),
     )
-    for (_, layer), reason in zip(found, reasons, strict=True):
+    for (name, layer), reason in zip(found, reasons, strict=True):
         if reason is None:
-            _apply(layer, resolved)
+            _apply(layer, name, resolved)
     return report
 
 
@@ -201,9 +201,9 @@ def _dtype(layer: nn.Linear) -> str:
     return str(layer.weight.dtype).removeprefix("torch.")
 
 
-def _apply(layer: nn.Linear, recipe: Recipe | None) -> None:
+def _apply(layer: nn.Linear, name: str, recipe: Recipe | None) -> None:
     if isinstance(layer, Linear):
-        layer.configure(recipe, return_bias=layer.return_bias)
+        layer.configure(recipe, return_bias=layer.return_bias, name=name)
         return
     layer.__class__ = Linear
-    layer.configure(recipe)  # type: ignore[attr-defined]
+    layer.configure(recipe, name=name)  # type: ignore[attr-defined]

@@ -13,9 +13,11 @@ from torch import nn
 
 import fullgraph as fg
 import oracles
+from fullgraph.customop.structured import flatten
 from fullgraph.errors import ConfigError
 from linear_cases import E4M3, E5M2, Case, K, N, batch, oracle_cast, tensors
 from oracles import assert_same_bits
+from oracles_quantizers import QUANTIZERS, REPRESENTATIVES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ORIENTATIONS = list(fg.Orientation)
@@ -29,8 +31,7 @@ def layer_of(**options):
 
 def parts_of(tensor):
     """The plain tensors of a quantized one."""
-    everything = (tensor.part_data, tensor.part_columnwise_data, tensor.part_scale_inv)
-    return [part for part in everything if part is not None]
+    return flatten(tensor)
 
 
 def addresses(tensor):
@@ -51,6 +52,15 @@ def assert_same_parts(actual, expected):
 def requantized(value, like):
     """What writing `value` into a quantized tensor must leave there."""
     return fg.quantize(value.to(like.dtype), like.quantizer, like.orientation)
+
+
+families = pytest.mark.parametrize("name", REPRESENTATIVES)
+oriented = pytest.mark.parametrize("orientation", ORIENTATIONS, ids=lambda o: o.name)
+
+
+def quantized(name, orientation=fg.BOTH, shape=(6, 48), dtype=torch.float32):
+    """A tensor of one family, with blocks that do not fill the last one."""
+    return fg.quantize(torch.randn(shape).to(dtype), QUANTIZERS[name], orientation)
 
 
 # Bytes.
@@ -85,14 +95,66 @@ def test_copies_share_no_memory():
         assert len({t.untyped_storage().data_ptr() for t in parts_of(q)}) == 3
 
 
+@families
 @pytest.mark.parametrize("orientation", [fg.ROWWISE, fg.COLUMNWISE], ids=lambda o: o.name)
-def test_a_missing_copy_is_an_error(orientation):
-    q = fg.quantize(torch.ones(2, 3), E4M3, orientation)
-    missing, name = (
-        ("columnwise", "columnwise_data") if orientation is fg.ROWWISE else ("rowwise", "data")
+def test_a_missing_copy_is_an_error(orientation, name):
+    q = quantized(name, orientation, (3, 3))  # square: scales of the other copy would fit
+    missing, prefix = (
+        ("columnwise", "columnwise_") if orientation is fg.ROWWISE else ("rowwise", "")
     )
-    with pytest.raises(ConfigError, match=f"no {missing} copy, only {orientation.value}"):
-        getattr(q, name)
+    for attribute in ("data", "scale_inv"):
+        if name == "per-tensor" and attribute == "scale_inv":
+            assert torch.equal(getattr(q, prefix + attribute), q.part_scale_inv)  # serves both
+            continue
+        with pytest.raises(ConfigError, match=f"no {missing} copy, only {orientation.value}"):
+            getattr(q, prefix + attribute)
+    assert getattr(q, f"{prefix}tensor_scale_inv") is None
+
+
+def test_scales_of_a_copy_that_stays_in_high_precision():
+    q = fg.quantize(torch.ones(3, 3), fg.HybridQuantizer(E4M3, None))
+    assert q.scale_inv.shape == ()
+    for attribute in ("columnwise_data", "columnwise_scale_inv"):
+        with pytest.raises(ConfigError, match="no columnwise copy, only rowwise"):
+            getattr(q, attribute)
+
+
+# dtypes and shapes of data, columnwise_data, scale_inv and columnwise_scale_inv of a tensor [2, 3, 40].
+FP8, BYTES, ONE = torch.float8_e4m3fn, torch.uint8, torch.float32
+SHOWN = {
+    "per-tensor": [(FP8, (2, 3, 40)), (FP8, (40, 2, 3)), (ONE, ()), (ONE, ())],
+    "per-row": [(FP8, (2, 3, 40)), (FP8, (40, 2, 3)), (ONE, (2, 3)), (ONE, (40,))],
+    "block": [(FP8, (2, 3, 40)), (FP8, (40, 2, 3)), (ONE, (2, 3, 1)), (ONE, (40, 1))],
+    "block-2d": [(FP8, (2, 3, 40)), (FP8, (40, 2, 3)), (ONE, (1, 1)), (ONE, (1, 1))],
+    "mx": [
+        (FP8, (2, 3, 40)),
+        (FP8, (40, 2, 3)),
+        (torch.float8_e8m0fnu, (2, 3, 2)),
+        (torch.float8_e8m0fnu, (40, 1)),
+    ],
+    "nvfp4": [(BYTES, (2, 3, 20)), (BYTES, (40, 3)), (FP8, (2, 3, 3)), (FP8, (40, 1))],
+    "hybrid-nvfp4-mx": [
+        (BYTES, (2, 3, 20)),
+        (FP8, (40, 2, 3)),
+        (FP8, (2, 3, 3)),
+        (torch.float8_e8m0fnu, (40, 1)),
+    ],
+}
+
+
+@families
+def test_what_is_shown(name):
+    q = quantized(name, shape=(2, 3, 40))
+    shown = [q.data, q.columnwise_data, q.scale_inv, q.columnwise_scale_inv]
+    assert [(t.dtype, tuple(t.shape)) for t in shown] == SHOWN[name]
+    second_level = "nvfp4" in name
+    assert (q.tensor_scale_inv is not None) == second_level
+    assert (q.columnwise_tensor_scale_inv is not None) == (name == "nvfp4")
+    if second_level:
+        assert (q.tensor_scale_inv.dtype, q.tensor_scale_inv.shape) == (ONE, ())
+    by_row = fg.quantize(torch.randn(2, 3, 40), QUANTIZERS["nvfp4-rows"], fg.BOTH)
+    assert by_row.tensor_scale_inv.shape == (6,)
+    assert by_row.columnwise_tensor_scale_inv.shape == ()
 
 
 def test_repr_shows_no_data():
@@ -117,6 +179,29 @@ def test_views_of_leading_dimensions_keep_the_bytes(shape, orientation):
         assert addresses(viewed) == addresses(q)
     assert_same_parts(q.view(2, 3, 16).view(6, 16), q)
     assert_same_parts(q.view(2, 3, 16).flatten(0, 1), q)
+
+
+@families
+@oriented
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 48), (3, 2, 48), (1, 6, 1, 48), (-1, 48), (6, -1)], ids=str
+)
+def test_views_keep_the_bytes_of_every_family(shape, orientation, name):
+    x = torch.randn(6, 48)
+    q = fg.quantize(x, QUANTIZERS[name], orientation)
+    viewed = q.view(shape)
+    assert_same_parts(viewed, fg.quantize(x.view(shape), QUANTIZERS[name], orientation))
+    assert addresses(viewed) == addresses(q)
+    assert_same_parts(viewed.view(6, 48), q)
+    assert_same_parts(viewed.flatten(0, -2), q)
+    one = fg.quantize(x[0], QUANTIZERS[name], orientation)
+    assert_same_parts(
+        one.view(1, 1, 48), fg.quantize(x[0].view(1, 1, 48), QUANTIZERS[name], orientation)
+    )
+    assert_same_parts(one.view(1, 48).view(48), one)
+    # What is a view is written to through the view.
+    viewed.zero_()
+    assert not q.dequantize().any()
 
 
 def test_views_of_the_last_dimension_decode():
@@ -190,6 +275,26 @@ def test_views_are_differentiable():
     assert_same_bits(x.grad, grad_output.view(6, 16))
 
 
+@families
+@oriented
+def test_moves_of_every_family(orientation, name):
+    q = quantized(name, orientation, dtype=torch.bfloat16)
+    wide = q.float()
+    assert (type(wide), wide.dtype) == (fg.QuantizedTensor, torch.float32)
+    for ours, theirs in zip(parts_of(wide), parts_of(q), strict=True):
+        assert_same_bits(ours, theirs)
+    assert_same_bits(wide.dequantize().bfloat16(), q.dequantize())
+    meta = q.to("meta")
+    assert (type(meta), meta.device.type, meta.shape) == (fg.QuantizedTensor, "meta", q.shape)
+    assert [t.shape for t in parts_of(meta)] == [t.shape for t in parts_of(q)]
+    assert meta.dequantize().shape == q.shape
+    back = torch.empty_like(meta, device="cpu").copy_(q)
+    assert_same_parts(back, q)
+    shared = q.clone().share_memory_()
+    assert shared.is_shared()
+    assert_same_parts(shared, q)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 def test_another_high_precision_dtype_keeps_the_bytes(source, dtype):
@@ -254,6 +359,46 @@ def test_changes_in_place_requantize_into_the_same_memory(name, orientation):
     assert result is None or result is q
     assert addresses(q) == before
     assert_same_parts(q, requantized(value, q))
+
+
+FAMILY_CHANGES = ("mul_", "copy_-row", "assign-column", "assign-mask", "iadd")
+
+
+@families
+@oriented
+@pytest.mark.parametrize("change", FAMILY_CHANGES)
+def test_changes_in_place_of_every_family(change, orientation, name):
+    q = fg.quantize(torch.randn(6, 16), QUANTIZERS[name], orientation)
+    before, value = addresses(q), q.dequantize()
+    IN_PLACE[change](value)
+    IN_PLACE[change](q)
+    assert addresses(q) == before
+    assert_same_parts(q, requantized(value, q))
+
+
+@families
+@oriented
+def test_copies_between_tensors_of_every_family(orientation, name):
+    target = quantized(name, orientation)
+    same, other = quantized(name, orientation), quantized("per-tensor", fg.ROWWISE)
+    before = addresses(target)
+    target.copy_(same)
+    assert_same_parts(target, same)
+    target.copy_(other)
+    assert_same_parts(target, requantized(other.dequantize(), target))
+    target.copy_(torch.arange(48.0))
+    assert_same_parts(target, requantized(torch.arange(48.0).expand(6, 48), target))
+    assert addresses(target) == before
+
+
+@families
+@oriented
+@pytest.mark.parametrize("shape", [(1, 6), (6,), (6, 1), (1, 1)], ids=str)
+def test_copies_broadcast_values_not_bytes(shape, orientation, name):
+    """In a columnwise copy the dimensions are the other way round, and bytes may hold two codes."""
+    target, source = quantized(name, orientation, (6, 6)), quantized(name, orientation, shape)
+    assert target.copy_(source) is target
+    assert_same_parts(target, requantized(source.dequantize().expand(6, 6), target))
 
 
 @pytest.mark.parametrize(
@@ -396,6 +541,47 @@ def test_optimizers_step_a_quantized_weight(name):
     assert {type(v) for v in state.values() if torch.is_tensor(v)} <= {torch.Tensor}
     wide = [v for v in state.values() if torch.is_tensor(v) and v.shape == weight.shape]
     assert all(v.dtype == torch.bfloat16 for v in wide)
+
+
+@families
+@pytest.mark.parametrize("optimizer", ["sgd-momentum-foreach", "rmsprop"])
+def test_optimizers_step_a_weight_of_every_family(optimizer, name):
+    weight = nn.Parameter(quantized(name))
+    shadow = nn.Parameter(weight.detach().dequantize().clone())
+    optimizers = OPTIMIZERS[optimizer]([weight]), OPTIMIZERS[optimizer]([shadow])
+    before, start = addresses(weight), shadow.detach().clone()
+    for _ in range(2):
+        gradient = torch.randn(6, 48) * 1e-2
+        weight.grad, shadow.grad = gradient.clone(), gradient.clone()
+        for each in optimizers:
+            each.step()
+        wanted = requantized(shadow.detach(), weight)
+        assert_same_parts(weight.detach(), wanted)
+        shadow.data = wanted.dequantize()
+    assert addresses(weight) == before
+    assert not torch.equal(start, shadow)
+
+
+@families
+def test_weights_of_every_family_train(name):
+    """A layer whose weight is kept quantized: its own recipe, gradients, and a checkpoint."""
+    recipe = fg.recipes.CustomRecipe(lambda role: QUANTIZERS[name])
+    layer = fg.Linear(K, N, recipe=recipe, quantized_weight=True)
+    assert layer.weight.quantizer == QUANTIZERS[name]
+    x = torch.randn(5, K)
+    layer(x).square().sum().backward()
+    assert type(layer.weight.grad) is torch.Tensor
+    torch.optim.SGD(layer.parameters(), lr=0.01).step()
+    loaded = fg.Linear(K, N, recipe=recipe, quantized_weight=True)
+    loaded.load_state_dict(saved_and_loaded(layer.state_dict()))
+    assert_same_parts(loaded.weight.detach(), layer.weight.detach())
+    assert torch.equal(loaded(x), layer(x))
+    original = nn.Linear(K, N)
+    loaded.load_state_dict(original.state_dict())
+    assert_same_parts(loaded.weight.detach(), requantized(original.weight.detach(), layer.weight))
+    empty = fg.Linear(K, N, recipe=recipe, quantized_weight=True, device="meta")
+    empty.to_empty(device="cpu").load_state_dict(layer.state_dict())
+    assert_same_parts(empty.weight.detach(), layer.weight.detach())
 
 
 def test_a_fused_optimizer_steps_a_quantized_weight():
@@ -602,6 +788,23 @@ def test_deepcopy():
     assert_same_bits(copied.weight.grad, layer.weight.grad)
     assert copied.weight.grad is not layer.weight.grad
     assert_same_bits(copied.weight.main_grad, torch.ones(3))
+
+
+@families
+@oriented
+def test_copies_of_every_family(orientation, name):
+    q = nn.Parameter(quantized(name, orientation))
+    for made in (
+        copy.deepcopy(q),
+        pickle.loads(pickle.dumps(q)),
+        saved_and_loaded(q),
+        nn.Parameter(q.detach().clone()),
+    ):
+        assert isinstance(made, nn.Parameter)
+        assert_same_parts(made.detach(), q.detach())
+        assert not set(addresses(made)) & {a for a in addresses(q) if a}
+        assert made.requires_grad
+        assert_same_bits(made.dequantize().detach(), q.dequantize().detach())
 
 
 def test_shallow_copy_shares_memory():

@@ -127,14 +127,15 @@ def explain(
 @app.command()
 def doctor(json: Json = None) -> None:
     """Say what this machine can do, and what is missing. Exits with 1 if something blocks."""
-    from fullgraph.cli.doctor import examine, table
+    from fullgraph.cli.doctor import examine, tables
 
     with refusals():
         if json is not None:
             writable(json)
     findings = examine()
     write_json(json, findings)
-    console.print(table(findings))
+    for table in tables(findings):
+        console.print(table)
     for problem in findings["problems"]:
         console.print(f"\n{problem['what']}\nDo: {problem['do']}", highlight=False, markup=False)
     if any(problem["blocks"] for problem in findings["problems"]):

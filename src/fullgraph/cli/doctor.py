@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import platform
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -15,10 +16,19 @@ from fullgraph import gemm, kernels
 from fullgraph._version import __version__
 from fullgraph.cli.device import cpp_compiler, present_devices
 from fullgraph.customop.tangent import has_tangent_shim
+from fullgraph.errors import EmulationWarning
 from fullgraph.explain import ROUTES
+from fullgraph.formats import COLUMNWISE, ROWWISE, Orientation, Scaling
 from fullgraph.recipes import BY_NAME, LinearNumerics
+from fullgraph.tensor import Quantizer
 
 OLDEST_TORCH, TOO_NEW_TORCH = (2, 11), (2, 16)
+COPIES = {
+    "fprop": (ROWWISE, ROWWISE),
+    "dgrad": (ROWWISE, COLUMNWISE),
+    "wgrad": (COLUMNWISE, COLUMNWISE),
+}
+"""The copies of its two operands that each GEMM reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,27 +87,36 @@ def _device(name: str) -> dict[str, Any]:
         "capability": list(capability) if is_gpu else None,
         "casts": "Triton" if kernels.available(device) else "reference",
         "recipes": {
-            recipe: _route(made.linear_numerics(), device) for recipe, made in BY_NAME.items()
+            recipe: routes(made.linear_numerics(), device) for recipe, made in BY_NAME.items()
         },
     }
 
 
-def _route(numerics: LinearNumerics, device: torch.device) -> str:
-    """How the GEMMs of a linear layer run: one word if all do alike."""
+def routes(numerics: LinearNumerics, device: torch.device) -> dict[str, str]:
+    """How the GEMMs of a linear layer run on a device: fprop, dgrad, wgrad -> one of `ROUTES`."""
     operands = {
-        "fprop": (numerics.input, numerics.weight),
-        "dgrad": (numerics.grad_output, numerics.weight),
-        "wgrad": (numerics.grad_output, numerics.input),
+        "fprop": (numerics.low_precision_fprop, numerics.input, numerics.weight),
+        "dgrad": (numerics.low_precision_dgrad, numerics.grad_output, numerics.weight),
+        "wgrad": (numerics.low_precision_wgrad, numerics.grad_output, numerics.input),
     }
-    routes = {}
-    for name, (a, b) in operands.items():
+    found = {}
+    for name, (is_low_precision, a, b) in operands.items():
         backend = None
-        if a is not None and b is not None:
-            backend = gemm.select(device, a.format, b.format)
-        routes[name] = ROUTES[backend]
-    if len(set(routes.values())) == 1:
-        return routes["fprop"]
-    return ", ".join(f"{name} {route}" for name, route in routes.items())
+        if is_low_precision:
+            copies = COPIES[name]
+            kinds = [_kind(q, copy) for q, copy in zip((a, b), copies, strict=True)]
+            with warnings.catch_warnings():  # of emulation: that is what the table says
+                warnings.simplefilter("ignore", EmulationWarning)
+                backend = gemm.select(device, *kinds)
+        found[name] = ROUTES[backend]
+    return found
+
+
+def _kind(quantizer: Quantizer | None, copy: Orientation) -> gemm.Kind:
+    made_by = None if quantizer is None else quantizer.for_copy(copy)
+    assert made_by is not None
+    is_custom = made_by.scaling is Scaling.CUSTOM
+    return gemm.Kind(None if is_custom else made_by.format, made_by.scaling)
 
 
 def _problems(
@@ -140,19 +159,22 @@ def _problems(
     return problems
 
 
-def table(findings: dict[str, Any]) -> Table:
-    """What `examine` found, for the console."""
-    table = Table(show_header=False)
+def tables(findings: dict[str, Any]) -> list[Table]:
+    """What `examine` found, for the console: this machine, then the recipes on each device."""
+    machine = Table(show_header=False)
     for name, version in findings["versions"].items():
-        table.add_row(name, version or "not installed")
-    table.add_row("C++ compiler", findings["compiler"] or "none")
-    table.add_row("tangent shim", "installed" if findings["tangent_shim"] else "removed")
+        machine.add_row(name, version or "not installed")
+    machine.add_row("C++ compiler", findings["compiler"] or "none")
+    machine.add_row("tangent shim", "installed" if findings["tangent_shim"] else "removed")
+    shown = [machine]
     for device in findings["devices"]:
         capability = device["capability"]
         text = device["name"] + (
             f", compute capability {capability[0]}.{capability[1]}" if capability else ""
         )
-        table.add_row(device["device"], f"{text}; casts: {device['casts']}")
-        for recipe, route in device["recipes"].items():
-            table.add_row("", f"{recipe}: {route}")
-    return table
+        machine.add_row(device["device"], f"{text}; casts: {device['casts']}")
+        recipes = Table("recipe", *COPIES, title=device["device"], title_justify="left")
+        for recipe, found in device["recipes"].items():
+            recipes.add_row(recipe, *[found[name] for name in COPIES])
+        shown.append(recipes)
+    return shown

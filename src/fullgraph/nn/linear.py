@@ -79,7 +79,8 @@ def _linear(
     dtype = input.dtype
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    token = linear_token(recipe.numerics_text_of(layer_name), dtype, quantized_output)
+    numerics_text, rule = recipe.numerics_text_of(layer_name), recipe.scaling_rule_text
+    token = linear_token(numerics_text, dtype, quantized_output, rule)
     seed = draw_seed(input) if recipe.draws_forward else None
     order = None
     if recipe.draws_backward:

@@ -61,6 +61,7 @@ class LinearArguments:
         numerics: quantizers and accumulation, resolved from a recipe.
         output_dtype: dtype of the output, and of GEMMs in high precision.
         quantized_output: whether the output comes back quantized.
+        scaling_rule: `Recipe.scaling_rule_text`.
     """
 
     input: Tensor
@@ -75,6 +76,7 @@ class LinearArguments:
     numerics: LinearNumerics = FROM_TOKEN
     output_dtype: torch.dtype = FROM_TOKEN
     quantized_output: bool = FROM_TOKEN
+    scaling_rule: str = FROM_TOKEN
     needs: tuple[str, ...] = ()
 
 
@@ -176,7 +178,7 @@ def forward(plan: Plan, a: Any) -> dict[str, Any]:
     """Execute a forward plan on `LinearArguments` of tensors and parts."""
     numerics, decisions = a.numerics, plan.decisions
     if a.forward_amax is not None:
-        count_use(a.forward_amax)
+        count_use(a.forward_scale, a.scaling_rule)  # no compiler copies what is only read
     layout = _cast_layout(a)
     input = _quantized("input", a, decisions, layout, _forward_state(a, 0))
     weight = _quantized("weight", a, decisions, layout, _forward_state(a, 1))
@@ -429,18 +431,22 @@ linear_op = customop.define(
 )
 
 
-def linear_token(numerics_text: str, output_dtype: torch.dtype, quantized_output: bool) -> str:
-    """The token of the linear op; `numerics_text` is `Recipe.numerics_text`."""
-    if torch.compiler.is_compiling():
-        return _encode(numerics_text, output_dtype, quantized_output)
-    return _cached_encode(numerics_text, output_dtype, quantized_output)
+def linear_token(
+    numerics_text: str, output_dtype: torch.dtype, quantized_output: bool, scaling_rule: str = ""
+) -> str:
+    """The token of the linear op; the texts are those of a recipe: `numerics_text` and `scaling_rule_text`."""
+    encode = _encode if torch.compiler.is_compiling() else _cached_encode
+    return encode(numerics_text, output_dtype, quantized_output, scaling_rule)
 
 
-def _encode(numerics_text: str, output_dtype: torch.dtype, quantized_output: bool) -> str:
+def _encode(
+    numerics_text: str, output_dtype: torch.dtype, quantized_output: bool, scaling_rule: str
+) -> str:
     return linear_op.encode(
         numerics=Encoded(numerics_text),
         output_dtype=output_dtype,
         quantized_output=quantized_output,
+        scaling_rule=scaling_rule,
     )
 
 

@@ -22,8 +22,8 @@ def encode(x: Tensor, format: Format) -> Tensor:
         becomes `format.nan_code`. The same on every torch version: PyTorch's own cast saturates
         E4M3 only from 2.13 on and E5M2 never, and keeps the sign of a NaN.
     """
-    finite = x.nan_to_num(float("nan"), posinf=format.max, neginf=-format.max)
-    return finite.clamp(-format.max, format.max).to(format.dtype).view(torch.uint8)
+    codes = x.clamp(-format.max, format.max).to(format.dtype).view(torch.uint8)
+    return torch.where(x.isnan(), format.nan_code, codes)  # type: ignore[arg-type]
 
 
 def decode(data: Tensor, format: Format) -> Tensor:
