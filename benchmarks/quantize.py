@@ -9,8 +9,8 @@ For the quantizer of each tensor of a layer and each choice of copies:
 - `eager ms`: the same call without a graph. Where it is longer, Python and launches are what takes the time.
 - `fg.quantize ms`: the public function with both copies, eager; it makes the plain layout. Delayed scaling has none.
 - `share`: the bytes that must be moved (the input read once, each output written once) over `device ms`, as a share of
-  what `copy_` of the same matrix reaches in the same run. Current scaling must read its input twice, once for the
-  amax, so that two thirds are about as much as it can have.
+  what `copy_` of the same matrix reaches in the same run. Where the first element can only be cast once the amax of
+  the whole tensor is known (current scaling, NVFP4) or of a whole row, the input is read twice: at most 56 to 67 %.
 - `memory`: the peak above the input, outputs included, in multiples of the input.
 - `equal`: codes, scales and amaxes have the bits of `fullgraph.reference` on the same device.
 

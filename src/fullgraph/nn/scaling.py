@@ -55,6 +55,8 @@ class ScalingState:
             )
             self.backward_amax = torch.zeros_like(self.backward_scale)
             self.amax_history = None if rows is None else self._rows(rows)
+        if device.type != "meta" and type(self.forward_scale) is Tensor:
+            scaling.forget(self.forward_scale)
 
     def _rows(self, count: int) -> Tensor:
         return self.forward_scale.new_zeros((count, len(SLOTS)))

@@ -129,6 +129,12 @@ def count_use(state: Tensor, rule: str = "") -> None:
         )
 
 
+def forget(state: Tensor) -> None:
+    """Drop what was noted for a layer that had its state at the same address before."""
+    _COUNTS.pop(state.data_ptr(), None)
+    _RULES.pop(state.data_ptr(), None)
+
+
 def used_rule(state: Tensor) -> str:
     """The rule that `count_use` noted for a layer since its last update, or ""."""
     return _RULES.get(state.data_ptr(), "")
