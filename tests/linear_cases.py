@@ -328,7 +328,7 @@ def decoded_linear(numerics, x, weight, bias, grad_output, scales=(1.0, 1.0, 1.0
         quantizer = getattr(numerics, name)
         scale = x.new_tensor(scales[list(tensors).index(name)], dtype=torch.float32)
         with same_random_numbers():
-            state = CastState(scale=scale, seed=new_seed(x.device))
+            state = CastState(encode_scale=scale, seed=new_seed(x.device))
         return decoded(tensors[name], quantizer, copy, state)
 
     ROW, COLUMN = fg.ROWWISE, fg.COLUMNWISE

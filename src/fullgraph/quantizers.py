@@ -191,8 +191,8 @@ class DelayedQuantizer(Quantizer):
         layout: Layout = PLAIN,
         state: CastState = NO_STATE,
     ) -> QuantizedParts:
-        """See `Quantizer.quantize`; `state.scale` must be there."""
-        if state.scale is None:
+        """See `Quantizer.quantize`; `state.encode_scale` must be there."""
+        if state.encode_scale is None:
             raise ConfigError(
                 "DelayedQuantizer: there is no scale to cast with",
                 why="scales come from earlier steps and belong to a layer",
@@ -200,7 +200,7 @@ class DelayedQuantizer(Quantizer):
             )
         copies = casts_for(x.device).cast_delayed(
             as_matrix(x),
-            state.scale,
+            state.encode_scale,
             state.amax,
             self.format,
             orientation=orientation,

@@ -1,11 +1,12 @@
 """Random numbers of stochastic rounding: a seed for each cast, drawn from torch's own generators.
 
-So `torch.manual_seed` makes runs repeatable, no two casts share a seed, CUDA graphs draw anew at each replay, and activation
-checkpointing, which restores the generators, repeats what it repeats.
+So `torch.manual_seed` makes runs repeatable, no two casts share a seed, CUDA graphs draw anew at each replay, and
+activation checkpointing, which restores the generators, repeats what it repeats.
 
-A backward op draws inside of itself (`new_seed`). Compilers may run ops that do not depend on each other in any order, and
-then the draws of a compiled model would not be those of the eager one; `order_of` is what makes them depend on each
-other. A forward pass draws with an op of torch's (`draw_seed`), which activation checkpointing knows how to repeat.
+A backward op draws inside of itself (`new_seed`). Compilers may run ops that do not depend on each other in any
+order, and then the draws of a compiled model would not be those of the eager one; `order_of` is what makes them
+depend on each other. A forward pass draws with an op of torch's (`draw_seed`), which activation checkpointing knows
+how to repeat.
 """
 
 from __future__ import annotations

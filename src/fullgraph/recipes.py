@@ -198,7 +198,11 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class HighPrecision(Recipe):
-    """Plain high precision ("bf16"): GEMMs in the dtype of the input, or of `torch.autocast`."""
+    """Plain high precision ("bf16"): GEMMs in the dtype of the input, or of `torch.autocast`.
+
+    Args:
+        backward_override: without effect here, as the other options of `Recipe` are.
+    """
 
     def quantizer(self, role: Role) -> Quantizer | None:
         """None for every role."""

@@ -63,12 +63,12 @@ class CastState:
     """What a cast takes besides the tensor and its quantizer.
 
     Args:
-        scale: the factor before the cast, float32 []; for quantizers with `is_delayed`.
+        encode_scale: the factor before the cast, float32 []; for quantizers with `is_delayed`.
         amax: float32 [], raised in place to the largest magnitude that was met; likewise. None records nothing.
         seed: int64 [], the random numbers of this cast; for quantizers with `is_stochastic`.
     """
 
-    scale: Tensor | None = None
+    encode_scale: Tensor | None = None
     amax: Tensor | None = None
     seed: Tensor | None = None
 

@@ -29,9 +29,9 @@ PAIRS = {
     "blocks by blocks": (BLOCK, BLOCK),
     "blocks by squares": (FLOAT_SCALES, SQUARE),
 }
-# Relative Frobenius error against float64. Hopper's tensor cores keep about 14 bits of a sum of fp8 products; promoting it
-# every 128 products (split accumulator) leaves some 1e-3 at K = 4096, not promoting several times that. A bfloat16 output
-# adds 1.7e-3 in quadrature.
+# Relative Frobenius error against float64. Hopper's tensor cores keep about 14 bits of a sum of fp8 products;
+# promoting it # every 128 products (split accumulator) leaves some 1e-3 at K = 4096, not promoting several times
+# that. A bfloat16 output # adds 1.7e-3 in quadrature.
 TOLERANCE = {
     (torch.float32, True): 2e-3,
     (torch.float32, False): 1e-2,

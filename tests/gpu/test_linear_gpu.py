@@ -80,7 +80,8 @@ def test_train_and_eval_under_cuda_graphs(train_then_eval, recipe):
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
-# The native FP8 units of Hopper sum with about 14 bits; with fast accumulation, as in fprop, over all of the contraction.
+# The native FP8 units of Hopper sum with about 14 bits; with fast accumulation, as in fprop, over all of the
+# contraction.
 ROUNDING = {torch.float32: 3e-4, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 FAST_ACCUMULATION = 1e-3
 

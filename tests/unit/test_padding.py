@@ -1,49 +1,122 @@
-"""The padding that native GEMMs ask for, on the CPU: it must change no value."""
+"""The layout that native GEMMs ask for, on the CPU: padding and swizzled scales must change no value."""
 
 import pytest
 import torch
 
 import fullgraph as fg
 from fullgraph import gemm
+from fullgraph.customop import token
+from fullgraph.formats import Scaling
+from fullgraph.recipes import BackwardOverride, Role
+from fullgraph.tensor import Layout
 
 SHAPES = [(0, 16, 16), (1, 1, 1), (13, 48, 7), (2, 3, 33, 17, 5), (24, 712, 31), (5, 767)]
+RECIPES = [name for name in fg.recipes.BY_NAME if name != "bf16"]
+NATIVE = Layout(frozenset(Scaling))
 
 
-# Plans are kept for good, by token: another epsilon, too small to matter, asks for new ones.
-UNPADDED = fg.recipes.Float8CurrentScaling(amax_epsilon=1e-30)
-PADDED = fg.recipes.Float8CurrentScaling(amax_epsilon=2e-30)
+@pytest.fixture(autouse=True)
+def no_plans_of_another_layout():
+    """Plans are kept for good, by token: a device does not change its layout. Here one does."""
+    yield
+    forget_plans()
 
 
-def results(recipe, shape, quantized_input, quantized_weight):
+def forget_plans():
+    for cache in token.CACHES:
+        cache.clear()
+
+
+def results(recipe, shape, quantized_input=False, quantized_weight=False):
     torch.manual_seed(0)
     *leading, k, n = shape
     layer = fg.Linear(k, n, dtype=torch.bfloat16, recipe=recipe, quantized_weight=quantized_weight)
     x = torch.randn(*leading, k, dtype=torch.bfloat16, requires_grad=True)
-    quantizer = fg.PerTensorQuantizer(fg.Format.E4M3)
+    quantizer = layer.recipe.quantizer(Role.INPUT)
+    if quantizer.is_delayed:
+        quantizer = fg.PerTensorQuantizer(quantizer.format)
     output = layer(fg.quantize(x, quantizer) if quantized_input else x)
     output.backward(torch.randn_like(output))
     return output.detach(), x.grad, layer.weight.grad, layer.bias.grad
 
 
+def watched(monkeypatch):
+    """All scalings in the layout of native GEMMs, multiplied by the reference; the operands that it was given."""
+    operands, multiply = [], gemm.gemm
+
+    def watching(backend, a, b, **options):
+        operands.append((a, b))
+        return multiply(backend, a, b, **options)
+
+    forget_plans()
+    monkeypatch.setattr(gemm, "layout", lambda device: NATIVE)
+    monkeypatch.setattr(gemm, "gemm", watching)
+    return operands
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("quantized_weight", [False, True])
 @pytest.mark.parametrize("quantized_input", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_padded_operands_give_the_same_values(
-    monkeypatch, shape, quantized_input, quantized_weight
+    monkeypatch, shape, quantized_input, quantized_weight, recipe
 ):
-    expected = results(UNPADDED, shape, quantized_input, quantized_weight)
-    contractions = []
-
-    def padded(backend, a, b, **options):
-        contractions.append(a.data.shape[1])
-        assert a.data.shape[1] == b.data.shape[1]
-        return gemm_(backend, a, b, **options)
-
-    gemm_ = gemm.gemm
-    monkeypatch.setattr(gemm, "alignment", lambda device: 16)
-    monkeypatch.setattr(gemm, "gemm", padded)
-    actual = results(PADDED, shape, quantized_input, quantized_weight)
+    expected = results(recipe, shape, quantized_input, quantized_weight)
+    operands = watched(monkeypatch)
+    actual = results(recipe, shape, quantized_input, quantized_weight)
     for ours, want in zip(actual, expected, strict=True):
         assert torch.equal(ours, want)  # by value: a sum over more zeros may turn -0 into 0
-    assert len(contractions) == 3
-    assert all(size % 16 == 0 for size in contractions)
+    assert len(operands) == 3
+    for a, b in operands:
+        contractions = [o.data.shape[1] * o.format.codes_per_byte for o in (a, b)]
+        assert contractions[0] == contractions[1]
+        assert contractions[0] % max(o.scaling.alignment for o in (a, b)) == 0
+        for operand in (a, b):
+            if operand.scaling in (Scaling.BLOCK_1X32, Scaling.BLOCK_1X16):
+                assert operand.scale_inv.dim() == 1  # swizzled
+
+
+@pytest.mark.parametrize("override", list(BackwardOverride))
+@pytest.mark.parametrize("recipe", [n for n in RECIPES if n != "fp8-delayed"])
+def test_a_backward_pass_in_high_precision_is_not_padded(monkeypatch, recipe, override):
+    """What it reads was saved as it was, or decodes to what fprop multiplied."""
+    changed = type(fg.recipes.get(recipe))(backward_override=override)
+    for shape in ((13, 48, 7), (2, 3, 33, 17, 5), (1, 1, 1)):
+        expected = results(changed, shape)
+        with monkeypatch.context() as patch:
+            operands = watched(patch)
+            actual = results(changed, shape)
+        forget_plans()
+        assert len(operands) == 1
+        for ours, want in zip(actual, expected, strict=True):
+            assert torch.equal(ours, want)
+
+
+MIXTURES = [
+    fg.HybridQuantizer(fg.NVFP4Quantizer(), fg.MXQuantizer()),
+    fg.HybridQuantizer(fg.BlockQuantizer(), fg.NVFP4Quantizer(hadamard=True)),
+    fg.HybridQuantizer(fg.MXQuantizer(), fg.PerRowQuantizer()),
+    fg.HybridQuantizer(fg.PerTensorQuantizer(fg.Format.E4M3), fg.BlockQuantizer()),
+    fg.HybridQuantizer(None, fg.NVFP4Quantizer()),
+    fg.HybridQuantizer(fg.NVFP4Quantizer(row_scaled=True), None),
+]
+
+
+@pytest.mark.parametrize("devices", ["all", "hopper", "blackwell"])
+@pytest.mark.parametrize("quantizer", MIXTURES, ids=str)
+def test_hybrid_operands_in_the_layout_of_a_device(monkeypatch, quantizer, devices):
+    """Copies that are padded or swizzled beside copies that are not."""
+    recipe = fg.recipes.CustomRecipe(lambda role: quantizer)
+    layouts = {"hopper": gemm.layout_of((9, 0)), "blackwell": gemm.layout_of((10, 0))}
+    for shape in ((13, 48, 7), (2, 3, 33, 17, 5), (1, 1, 1), (0, 16, 16)):
+        expected = results(recipe, shape)
+        with monkeypatch.context() as patch:
+            operands = watched(patch)
+            patch.setattr(gemm, "layout", lambda device: layouts.get(devices, NATIVE))
+            actual = results(recipe, shape)
+        forget_plans()
+        assert len(operands) == (quantizer.rowwise is not None) + 2 * (
+            quantizer.columnwise is not None and quantizer.rowwise is not None
+        ) or len(operands) in (1, 2)
+        for ours, want in zip(actual, expected, strict=True):
+            assert torch.equal(ours, want)

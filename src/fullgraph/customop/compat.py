@@ -133,5 +133,5 @@ def is_in_backward() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` traces this very call. (Under Dynamo of torch 2.11 the public function always says so.)"""
+    """Whether `torch.export` traces this very call; under Dynamo of torch 2.11 the public function always says so."""
     return torch.compiler._is_exporting_flag

@@ -56,9 +56,9 @@ def scale_from_amax(
 
 
 @triton.jit
-def encode(x, scale, FORMAT_MAX: tl.constexpr, NAN_CODE: tl.constexpr, FP8: tl.constexpr):
-    """`fullgraph.reference.codes.encode` of x * scale: uint8 codes, saturating, one NaN."""
-    value = x.to(tl.float32) * scale
+def encode(x, encode_scale, FORMAT_MAX: tl.constexpr, NAN_CODE: tl.constexpr, FP8: tl.constexpr):
+    """`fullgraph.reference.codes.encode` of x * encode_scale: uint8 codes, saturating, one NaN."""
+    value = x.to(tl.float32) * encode_scale
     clamped = tl.minimum(tl.maximum(value, -FORMAT_MAX), FORMAT_MAX)  # NaN becomes a number here
     codes = clamped.to(FP8).to(tl.uint8, bitcast=True)
     # Do not write this as a NaN-propagating clamp before the cast. Selecting single bytes after it
