@@ -477,14 +477,16 @@ class CustomRecipe(Recipe):
     Args:
         factory: called with a `LayerRole` for input, weight, output and grad_output; returns a quantizer, an
             `IdentityQuantizer` for high precision. It is called once for each layer name, not in each forward, so it
-            must give the same answer to the same question.
+            must give the same answer to the same question. The answers for the name "" say which scales every layer
+            keeps and whether it draws random numbers, so a delayed or stochastic quantizer must be among them.
         history_length: for `DelayedQuantizer`s, see `DelayedScaling`.
         algorithm: likewise.
         margin: likewise.
         reduce_amax: likewise.
 
     Raises:
-        ConfigError: an answer that is no quantizer, None among them.
+        ConfigError: an answer that is no quantizer, None among them; a delayed or stochastic quantizer for a layer with
+            a name alone.
 
     Example:
         >>> def factory(role):
@@ -528,7 +530,9 @@ class CustomRecipe(Recipe):
         return text
 
     def _numerics_of(self, name: str) -> LinearNumerics:
-        quantizers = {role: _as_quantizer(answer) for role, answer in self._ask(name).items()}
+        answers = self._ask(name)
+        self._check_state(name, answers)
+        quantizers = {role: _as_quantizer(answer) for role, answer in answers.items()}
         return dataclasses.replace(
             self.linear_numerics(),
             input=quantizers[Role.INPUT],
@@ -536,6 +540,23 @@ class CustomRecipe(Recipe):
             output=quantizers[Role.OUTPUT] or PerTensorQuantizer(Format.E4M3),
             grad_output=quantizers[Role.GRAD_OUTPUT],
         )
+
+    def _check_state(self, name: str, answers: dict[Role, Quantizer]) -> None:
+        """Raise unless layers without a name have the state and the random numbers that this one needs."""
+        unnamed: dict[Role, Quantizer] = self._answers[""]  # type: ignore[attr-defined]
+        for role, answer in answers.items():
+            draws = self.draws_backward if role is Role.GRAD_OUTPUT else self.draws_forward
+            kept = unnamed[role]
+            if (answer.is_stochastic and not draws) or (
+                answer.is_delayed and not (kept.is_delayed and kept.format is answer.format)
+            ):
+                raise ConfigError(
+                    f"CustomRecipe: the factory returned {answer!r} for {role.value} of {name}, "
+                    f"but {kept!r} for a layer without a name",
+                    why="the answers for a layer without a name say which scales every layer keeps, and whether it "
+                    "draws random numbers",
+                    do="let the factory answer likewise where `role.name` is empty",
+                )
 
     def _ask(self, name: str) -> dict[Role, Quantizer]:
         """What the factory says of the tensors of one layer."""

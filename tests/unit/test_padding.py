@@ -115,8 +115,10 @@ def test_hybrid_operands_in_the_layout_of_a_device(monkeypatch, quantizer, devic
             patch.setattr(gemm, "layout", lambda device: layouts.get(devices, NATIVE))
             actual = results(recipe, shape)
         forget_plans()
-        assert len(operands) == (quantizer.rowwise is not None) + 2 * (
-            quantizer.columnwise is not None and quantizer.rowwise is not None
-        ) or len(operands) in (1, 2)
+        has_rowwise, has_columnwise = (
+            quantizer.rowwise is not None,
+            quantizer.columnwise is not None,
+        )
+        assert len(operands) == has_rowwise + has_columnwise + (has_rowwise and has_columnwise)
         for ours, want in zip(actual, expected, strict=True):
             assert torch.equal(ours, want)

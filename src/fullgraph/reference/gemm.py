@@ -87,7 +87,12 @@ def gemm_upcast(
     """
     left, right = _decode_inner(a), _decode_inner(b)
     contraction = min(left.shape[1], right.shape[1])
-    product = left[:, :contraction] @ right[:, :contraction].t()
+    left, right = left[:, :contraction], right[:, :contraction].t()
+    if left.is_cuda and a.scaling in _EXACT_IN_BFLOAT16 and b.scaling in _EXACT_IN_BFLOAT16:
+        # On the tensor cores, which sum in float32.
+        product = torch.mm(left.bfloat16(), right.bfloat16(), out_dtype=torch.float32)
+    else:
+        product = left @ right
     scales = _outer_scale(a), _outer_scale(b)
     if all(s is not None and s.dim() == 0 for s in scales):
         product = product.mul_(scales[0] * scales[1])  # type: ignore[operator]
@@ -98,6 +103,10 @@ def gemm_upcast(
     if bias is not None:
         product = product.add_(bias.to(torch.float32))
     return product.to(out_dtype)
+
+
+# 8 significant bits hold every code of E4M3, E5M2 and E2M1, and its product with a power of two or an E4M3 scale.
+_EXACT_IN_BFLOAT16 = (Scaling.TENSOR, Scaling.ROW, Scaling.BLOCK_1X32, Scaling.BLOCK_1X16)
 
 
 def _decode_inner(operand: Operand) -> Tensor:
