@@ -72,7 +72,9 @@ ROWS = (
     Row("bf16", "", HighPrecision()),
     Row("fp8-delayed", "amax unchanged since the last step", DelayedScaling(), TENSOR_HYBRID),
     Row("fp8-current", "", Float8CurrentScaling(), TENSOR_HYBRID),
-    Row("fp8-current", "power_of_two", Float8CurrentScaling(power_of_two=True), POWER_OF_TWO_HYBRID),
+    Row(
+        "fp8-current", "power_of_two", Float8CurrentScaling(power_of_two=True), POWER_OF_TWO_HYBRID
+    ),
     Row(
         "fp8-current",
         "backward_format=E4M3",
@@ -152,9 +154,7 @@ ROWS = (
     Row(
         "nvfp4",
         "all three False",
-        NVFP4BlockScaling(
-            stochastic_rounding=False, hadamard=False, weight_two_dimensional=False
-        ),
+        NVFP4BlockScaling(stochastic_rounding=False, hadamard=False, weight_two_dimensional=False),
         ((13.4, 13.5, 13.4), (12.9, 12.8, 12.8)),
     ),
     Row(

@@ -172,7 +172,7 @@ def is_equal_to_reference(case: Case, x: Tensor, copies: Orientation) -> bool:
 @contextlib.contextmanager
 def the_reference() -> Iterator[None]:
     """Inside, quantizers cast with the reference on every device."""
-    with mock.patch.object(quantizers, "casts_for", lambda device: reference):
+    with mock.patch.object(quantizers, "casts_for", return_value=reference):
         yield
 
 
@@ -186,8 +186,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows of one shape as Markdown."""
     lines = [f"| {' | '.join(COLUMNS.values())} |", "| --- " * len(COLUMNS) + "|"]
-    for row in rows:
-        lines.append(f"| {' | '.join(_shown(key, row[key]) for key in COLUMNS)} |")
+    lines += [f"| {' | '.join(_shown(key, row[key]) for key in COLUMNS)} |" for row in rows]
     return "\n".join(lines)
 
 
@@ -198,7 +197,9 @@ def _shown(key: str, value: Any) -> str:
         return "yes" if value else "NO"
     if key == "share":
         return f"{value:.0%}"
-    return value if isinstance(value, str) else f"{value:.3f}" if key[-2:] == "ms" else f"{value:.2f}"
+    return (
+        value if isinstance(value, str) else f"{value:.3f}" if key[-2:] == "ms" else f"{value:.2f}"
+    )
 
 
 def report(results: dict[str, Any]) -> str:

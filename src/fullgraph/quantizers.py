@@ -99,7 +99,37 @@ def _check_enum(
 
 
 @dataclasses.dataclass(frozen=True)
-class PerTensorQuantizer(Quantizer):
+class _CastQuantizer(Quantizer):
+    """A quantizer that is one of our casts, in Triton and in PyTorch, with options."""
+
+    def quantize(
+        self,
+        x: Tensor,
+        orientation: Orientation,
+        layout: Layout = PLAIN,
+        state: CastState = NO_STATE,
+    ) -> QuantizedParts:
+        """See `Quantizer.quantize`."""
+        options: dict[str, Any] = {"orientation": orientation, "pad": layout.pad(self.scaling)}
+        if layout.swizzles(self.scaling):
+            options["swizzled"] = True
+        copies = self._cast(casts_for(x.device), as_matrix(x), state, options)
+        return as_parts(self._reader, x, copies, layout)
+
+    @property
+    def _reader(self) -> Quantizer:
+        """What reads its tensors, and writes them anew in place."""
+        return self
+
+    def _cast(
+        self, casts: ModuleType, x: Tensor, state: CastState, options: dict[str, Any]
+    ) -> tuple[Tensor | None, ...]:
+        """Cast a matrix; `options` go to the cast as they are."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class PerTensorQuantizer(_CastQuantizer):
     """One scale for the whole tensor, from its own amax ("current scaling").
 
     scale = format.max / amax(|x|); data = saturate(x * scale); scale_inv = 1 / scale
@@ -131,29 +161,21 @@ class PerTensorQuantizer(Quantizer):
         """Per tensor."""
         return Scaling.TENSOR
 
-    def quantize(
-        self,
-        x: Tensor,
-        orientation: Orientation,
-        layout: Layout = PLAIN,
-        state: CastState = NO_STATE,
-    ) -> QuantizedParts:
-        """See `Quantizer.quantize`."""
-        casts = casts_for(x.device)
-        copies = casts.cast_per_tensor(
-            as_matrix(x),
+    def _cast(
+        self, casts: ModuleType, x: Tensor, state: CastState, options: dict[str, Any]
+    ) -> tuple[Tensor | None, ...]:
+        return casts.cast_per_tensor(
+            x,
             casts.amax(x),
             self.format,
             eps=self.amax_epsilon,
             power_of_two=self.power_of_two,
-            orientation=orientation,
-            pad=layout.pad(self.scaling),
+            **options,
         )
-        return as_parts(self, x, copies, layout)
 
 
 @dataclasses.dataclass(frozen=True)
-class DelayedQuantizer(Quantizer):
+class DelayedQuantizer(_CastQuantizer):
     """One scale for the whole tensor, from the amaxes of earlier steps ("delayed scaling").
 
     data = saturate(x * scale); amax = max(amax, |x|); scale_inv = 1 / scale
@@ -184,29 +206,16 @@ class DelayedQuantizer(Quantizer):
         """True."""
         return True
 
-    def quantize(
-        self,
-        x: Tensor,
-        orientation: Orientation,
-        layout: Layout = PLAIN,
-        state: CastState = NO_STATE,
-    ) -> QuantizedParts:
-        """See `Quantizer.quantize`; `state.encode_scale` must be there."""
+    def _cast(
+        self, casts: ModuleType, x: Tensor, state: CastState, options: dict[str, Any]
+    ) -> tuple[Tensor | None, ...]:
         if state.encode_scale is None:
             raise ConfigError(
                 "DelayedQuantizer: there is no scale to cast with",
                 why="scales come from earlier steps and belong to a layer",
                 do="use fg.Linear with a delayed recipe, or quantize with PerTensorQuantizer",
             )
-        copies = casts_for(x.device).cast_delayed(
-            as_matrix(x),
-            state.encode_scale,
-            state.amax,
-            self.format,
-            orientation=orientation,
-            pad=layout.pad(self.scaling),
-        )
-        return as_parts(PerTensorQuantizer(self.format), x, copies)
+        return casts.cast_delayed(x, state.encode_scale, state.amax, self.format, **options)
 
     def spec(
         self,
@@ -217,11 +226,16 @@ class DelayedQuantizer(Quantizer):
         layout: Layout = PLAIN,
     ) -> QuantizedParts:
         """See `Quantizer.spec`."""
-        return PerTensorQuantizer(self.format).spec(shape, dtype, device, orientation, layout)
+        return self._reader.spec(shape, dtype, device, orientation, layout)
+
+    @property
+    def _reader(self) -> Quantizer:
+        """Current scaling: a tensor on its own has no earlier steps."""
+        return PerTensorQuantizer(self.format)
 
 
 @dataclasses.dataclass(frozen=True)
-class PerRowQuantizer(Quantizer):
+class PerRowQuantizer(_CastQuantizer):
     """One scale for each row of a copy: rows of x in the rowwise one, columns of x in the columnwise one.
 
     scale[r] = format.max / amax(|x[r]|); data[r] = saturate(x[r] * scale[r]); scale_inv = 1 / scale
@@ -250,27 +264,16 @@ class PerRowQuantizer(Quantizer):
         """Per row."""
         return Scaling.ROW
 
-    def quantize(
-        self,
-        x: Tensor,
-        orientation: Orientation,
-        layout: Layout = PLAIN,
-        state: CastState = NO_STATE,
-    ) -> QuantizedParts:
-        """See `Quantizer.quantize`."""
-        copies = casts_for(x.device).cast_per_row(
-            as_matrix(x),
-            self.format,
-            eps=self.amax_epsilon,
-            power_of_two=self.power_of_two,
-            orientation=orientation,
-            pad=layout.pad(self.scaling),
+    def _cast(
+        self, casts: ModuleType, x: Tensor, state: CastState, options: dict[str, Any]
+    ) -> tuple[Tensor | None, ...]:
+        return casts.cast_per_row(
+            x, self.format, eps=self.amax_epsilon, power_of_two=self.power_of_two, **options
         )
-        return as_parts(self, x, copies, layout)
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockQuantizer(Quantizer):
+class BlockQuantizer(_CastQuantizer):
     """One scale for 128 elements along the contraction, or for a square of 128 by 128.
 
     scale[b] = format.max / amax(|x[b]|); data[b] = saturate(x[b] * scale[b]); scale_inv = 1 / scale
@@ -299,28 +302,21 @@ class BlockQuantizer(Quantizer):
         """Blocks of 1x128 or 128x128."""
         return Scaling.BLOCK_128X128 if self.two_dimensional else Scaling.BLOCK_1X128
 
-    def quantize(
-        self,
-        x: Tensor,
-        orientation: Orientation,
-        layout: Layout = PLAIN,
-        state: CastState = NO_STATE,
-    ) -> QuantizedParts:
-        """See `Quantizer.quantize`."""
-        copies = casts_for(x.device).cast_block(
-            as_matrix(x),
+    def _cast(
+        self, casts: ModuleType, x: Tensor, state: CastState, options: dict[str, Any]
+    ) -> tuple[Tensor | None, ...]:
+        return casts.cast_block(
+            x,
             self.format,
             eps=self.amax_epsilon,
             power_of_two=self.power_of_two,
             two_dimensional=self.two_dimensional,
-            orientation=orientation,
-            pad=layout.pad(self.scaling),
+            **options,
         )
-        return as_parts(self, x, copies, layout)
 
 
 @dataclasses.dataclass(frozen=True)
-class MXQuantizer(Quantizer):
+class MXQuantizer(_CastQuantizer):
     """MXFP8: one power-of-two scale, a byte, for 32 elements along the contraction.
 
     data[b] = saturate(x[b] / 2^e[b]); scale_inv[b] = 2^e[b]
@@ -348,28 +344,20 @@ class MXQuantizer(Quantizer):
         """Blocks of 1x32; those of a square have the same scale."""
         return Scaling.BLOCK_1X32
 
-    def quantize(
-        self,
-        x: Tensor,
-        orientation: Orientation,
-        layout: Layout = PLAIN,
-        state: CastState = NO_STATE,
-    ) -> QuantizedParts:
-        """See `Quantizer.quantize`."""
-        copies = casts_for(x.device).cast_mx(
-            as_matrix(x),
+    def _cast(
+        self, casts: ModuleType, x: Tensor, state: CastState, options: dict[str, Any]
+    ) -> tuple[Tensor | None, ...]:
+        return casts.cast_mx(
+            x,
             self.format,
             scale_mode=self.scale_mode,
             two_dimensional=self.two_dimensional,
-            orientation=orientation,
-            pad=layout.pad(self.scaling),
-            swizzled=layout.swizzles(self.scaling),
+            **options,
         )
-        return as_parts(self, x, copies, layout)
 
 
 @dataclasses.dataclass(frozen=True)
-class NVFP4Quantizer(Quantizer):
+class NVFP4Quantizer(_CastQuantizer):
     """NVFP4: E2M1 codes, an E4M3 scale for 16 of them along the contraction, and a float32 scale for the tensor.
 
     x ~ data * scale_inv * tensor_scale_inv, tensor_scale_inv = amax(|x|) / (6 * 448)
@@ -441,26 +429,19 @@ class NVFP4Quantizer(Quantizer):
         """Whether the columnwise copy is Hadamard-transformed; its contraction then fills whole blocks."""
         return self.hadamard
 
-    def quantize(
-        self,
-        x: Tensor,
-        orientation: Orientation,
-        layout: Layout = PLAIN,
-        state: CastState = NO_STATE,
-    ) -> QuantizedParts:
-        """See `Quantizer.quantize`."""
-        copies = casts_for(x.device).cast_nvfp4(
-            as_matrix(x),
+    def _cast(
+        self, casts: ModuleType, x: Tensor, state: CastState, options: dict[str, Any]
+    ) -> tuple[Tensor | None, ...]:
+        options["pad"] = max(self.format.codes_per_byte, options["pad"])
+        return casts.cast_nvfp4(
+            x,
             two_dimensional=self.two_dimensional,
             hadamard=self.hadamard,
             four_over_six=self.four_over_six,
             row_scaled=self.row_scaled,
             seed=state.seed if self.stochastic_rounding else None,
-            orientation=orientation,
-            pad=max(2, layout.pad(self.scaling)),
-            swizzled=layout.swizzles(self.scaling),
+            **options,
         )
-        return as_parts(self, x, copies, layout)
 
     def tensor_scale_spec(
         self, rows: Any, device: torch.device, orientation: Orientation

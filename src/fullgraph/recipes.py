@@ -90,6 +90,12 @@ class LinearNumerics:
     wgrad_split_accumulator: bool = True
 
     def __post_init__(self) -> None:
+        if self.low_precision_dgrad and self.weight.rotates:  # type: ignore[union-attr]
+            raise ConfigError(
+                "dgrad would multiply a rotated copy with one that is not",
+                why=f"the columnwise copy of the weight comes from {self.weight}, and rowwise copies are never rotated",
+                do="leave `hadamard` off for the weight",
+            )
         if self.low_precision_wgrad and self.input.rotates != self.grad_output.rotates:  # type: ignore[union-attr]
             raise ConfigError(
                 "wgrad would multiply a rotated copy with one that is not",

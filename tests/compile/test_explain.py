@@ -12,7 +12,6 @@ from fullgraph.errors import ConfigError
 from fullgraph.explain import explain
 from fullgraph.formats import BOTH, Format
 from fullgraph.nn import Linear, autocast
-from fullgraph.ops import linear as linear_ops
 from fullgraph.quantizers import PerTensorQuantizer, quantize
 
 # Dynamo looks for the gradient of what a broken graph hands over; hidden from users, an error here.
@@ -63,16 +62,28 @@ def test_high_precision_and_the_enclosing_autocast():
         assert explain(plain, torch.randn(2, 8)).nodes[0].gemms == {"fprop": "emulated"}
 
 
-def test_padding_on_the_native_route(monkeypatch):
-    monkeypatch.setattr(gemm, "alignment", lambda device: 16)
-    monkeypatch.setattr(linear_ops.gemm, "select", lambda *_: gemm.GemmBackend.NATIVE)
+PADDING = {
+    "fp8-current": ((9, 0), 32, 48, 16),
+    "fp8-per-row": ((9, 0), 32, 48, 16),
+    "fp8-block": ((9, 0), 128, 128, 128),
+    "mxfp8": ((10, 0), 32, 64, 32),
+    "nvfp4": ((10, 0), 32, 64, 32),
+}
+"""Recipe -> a compute capability that has its GEMMs, and what K = 20, N = 40 and M = 3 become there."""
+
+
+@pytest.mark.parametrize("recipe", PADDING)
+def test_padding_on_the_native_route(recipe, monkeypatch):
+    capability, k, n, m = PADDING[recipe]
+    monkeypatch.setattr(gemm, "compute_capability", lambda device: capability)
     # Only described: run on meta tensors, nothing is multiplied.
-    layer = Linear(20, 40, recipe="fp8-current", device="meta")
+    layer = Linear(20, 40, recipe=recipe, device="meta")
     report = explain(layer, torch.randn(3, 20, device="meta", requires_grad=True))
     forward, backward = report.nodes
     assert forward.gemms == {"fprop": "native"}
-    assert forward.padding == {"fprop": "K 20 -> 32"}
-    assert backward.padding == {"dgrad": "N 40 -> 48", "wgrad": "M 3 -> 16"}
+    assert backward.gemms == {"dgrad": "native", "wgrad": "native"}
+    assert forward.padding == {"fprop": f"K 20 -> {k}"}
+    assert backward.padding == {"dgrad": f"N 40 -> {n}", "wgrad": f"M 3 -> {m}"}
 
 
 def test_quantized_operands_and_other_ops():

@@ -3,12 +3,20 @@
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 
 import fullgraph as fg
 from fullgraph.customop.structured import flatten
 from linear_cases import tensors
 from oracles import assert_same_bits
 from oracles_quantizers import CASES, QUANTIZERS, orientations_of
+
+
+@pytest.fixture(autouse=True)
+def _inductor_draws_as_eager_does():
+    with inductor_config.patch(fallback_random=True):
+        yield
+
 
 by_name = {"ids": lambda o: o.name if isinstance(o, fg.Orientation) else str(o)}
 

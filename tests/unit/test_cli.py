@@ -5,7 +5,6 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import signal
 import subprocess
 import sys
 
@@ -18,16 +17,18 @@ for extra in ("typer", "rich", "matplotlib"):
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import cli_runs
 import fullgraph.cli
+from fullgraph import gemm
 from fullgraph.cli import app as app_module
 from fullgraph.cli import curves, doctor, text, train
 from fullgraph.cli.app import app
-from fullgraph.cli.gpt import GPT, GPTSize
-from fullgraph.cli.train import TrainOptions, learning_rate_factor
+from fullgraph.cli.gpt import GPT
+from fullgraph.cli.train import learning_rate_factor
 from fullgraph.errors import ConfigError
+from fullgraph.formats import Format
 from fullgraph.nn import Linear
-
-TINY = GPTSize(num_layers=1, num_heads=2, features=16, context=16)
+from fullgraph.recipes import BY_NAME, BackwardOverride, Float8CurrentScaling, Float8PerRowScaling
 
 KEYS = {
     *("recipe", "device", "torch", "steps", "loss", "compare_loss", "num_linears"),
@@ -43,10 +44,7 @@ def invoke(*args):
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
-    """Options of a run that takes a second: a tiny model, no C++ compiler."""
-    monkeypatch.setattr(train, "cpp_compiler", lambda: None)
-    yield TrainOptions("fp8-current", compare="bf16", steps=8, out=tmp_path / "out", size=TINY)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield from cli_runs.tiny(monkeypatch, tmp_path)
 
 
 def test_commands_and_options():
@@ -57,7 +55,13 @@ def test_commands_and_options():
     }
     common = ["--device", "--json", "--recipe"]
     assert options == {
-        "train": sorted([*common, "--compare", "--data", "--out", "--seed", "--steps"]),
+        "train": sorted(
+            [
+                *common,
+                *("--compare", "--data", "--out", "--seed", "--steps"),
+                *("--save", "--save-every", "--stop-after", "--resume"),
+            ]
+        ),
         "explain": common,
         "doctor": ["--json"],
     }
@@ -67,10 +71,28 @@ def test_version():
     assert invoke("--version").output == f"{fullgraph.cli.app.__version__}\n"
 
 
+RECIPES = "bf16, fp8-delayed, fp8-current, fp8-per-row, fp8-block, mxfp8, nvfp4"
+
 REFUSED = {
-    "recipe": (["--recipe", "fp9"], "unknown recipe 'fp9'\nWhy: the recipes are bf16, fp8-current"),
+    "recipe": (
+        ["--recipe", "fp9"],
+        f"unknown recipe 'fp9'\nWhy: the recipes are {RECIPES}\n",
+    ),
     "compare": (["--compare", "fp9"], "unknown recipe 'fp9'"),
-    "steps": (["--steps", 0], "at least one step is needed, got 0"),
+    "steps": (["--steps", 0], "at least one step is needed, got 0\nDo: raise --steps"),
+    "save every": (
+        ["--save-every", 0],
+        "at least one step is needed, got 0\nDo: raise --save-every",
+    ),
+    "stop after": (
+        ["--stop-after", 0],
+        "at least one step is needed, got 0\nDo: raise --stop-after",
+    ),
+    "save": (["--save", "nothing"], "cannot write nothing"),
+    "resume": (["--resume", "no/such"], "cannot read the checkpoint no/such: No such file"),
+    "resume what": (["--resume", "short.txt"], "short.txt is no checkpoint of `fullgraph train`"),
+    "resume nothing": (["--resume", "empty.txt"], "empty.txt is no checkpoint"),
+    "resume another": (["--resume", "other.pt"], "other.pt is no checkpoint"),
     "device": (["--device", "cuda:77"], "cuda:77 is not there"),
     "device name": (["--device", "abacus"], "unknown device 'abacus'\nDo: use one of cpu"),
     "device that does not compute": (["--device", "meta"], "meta computes nothing"),
@@ -89,6 +111,7 @@ def test_train_refuses(options, message, tmp_path, monkeypatch):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "nothing").mkdir()
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "other.pt")
     result = invoke("train", "--recipe", "bf16", "--json", "result.json", *options)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -99,7 +122,7 @@ def test_train_refuses(options, message, tmp_path, monkeypatch):
 def test_explain_refuses():
     result = invoke("explain", "--recipe", "fp9")
     assert result.exit_code == 2
-    assert "the recipes are bf16, fp8-current" in result.stderr
+    assert f"the recipes are {RECIPES}" in result.stderr
 
 
 @pytest.mark.parametrize("missing", fullgraph.cli.NEEDED)
@@ -130,7 +153,7 @@ def test_a_run_and_what_it_leaves(tiny):
         assert result[f"{prefix}graph_breaks"] == result[f"{prefix}recompiles"] == 0
         assert result[f"{prefix}loss"][-1] < result[f"{prefix}loss"][0]
         assert result[f"{prefix}tokens_per_second"] == pytest.approx(
-            train.BATCH_SIZE * TINY.context / result[f"{prefix}step_seconds"]
+            train.BATCH_SIZE * cli_runs.TINY.context / result[f"{prefix}step_seconds"]
         )
     assert result["gemms"] == ["emulated"]
     assert result["compare_gemms"] == ["high precision"]
@@ -212,14 +235,14 @@ def test_learning_rate():
 
 
 def test_every_linear_of_the_gpt_is_ours():
-    model = GPT(TINY, train.get("bf16"))
+    model = GPT(cli_runs.TINY, train.get("bf16"))
     linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     assert len(linears) == 5
     assert {type(m) for m in linears} == {Linear}
 
 
 def test_the_gpt_does_not_see_the_future():
-    model = GPT(TINY, train.get("bf16"))
+    model = GPT(cli_runs.TINY, train.get("bf16"))
     x = torch.randint(256, (2, 16))
     changed = x.clone()
     changed[:, -1] = (changed[:, -1] + 1) % 256
@@ -307,7 +330,53 @@ def test_doctor_reports_this_machine(tmp_path):
     cpu = found["devices"][0]
     assert cpu["device"] == "cpu"
     assert cpu["casts"] == "reference"
-    assert cpu["recipes"] == {"bf16": "high precision", "fp8-current": "emulated"}
+    assert list(cpu["recipes"]) == list(BY_NAME)
+    for recipe, found in cpu["recipes"].items():
+        route = "high precision" if recipe == "bf16" else "emulated"
+        assert found == dict.fromkeys(("fprop", "dgrad", "wgrad"), route)
+        assert recipe in result.output
+
+
+NATIVE = {
+    (0, 0): [],
+    (8, 9): ["fp8-delayed", "fp8-current", "fp8-per-row"],
+    (9, 0): ["fp8-delayed", "fp8-current", "fp8-per-row", "fp8-block"],
+    (10, 0): ["fp8-delayed", "fp8-current", "fp8-per-row", "mxfp8", "nvfp4"],
+}
+
+
+@pytest.mark.parametrize("capability", NATIVE, ids=str)
+def test_doctor_knows_what_is_native(capability, monkeypatch, recwarn):
+    monkeypatch.setattr(gemm, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    gemm.layout_of.cache_clear()
+    device = torch.device("cuda", 0)
+    found = {n: doctor.routes(recipe.linear_numerics(), device) for n, recipe in BY_NAME.items()}
+    gemm.layout_of.cache_clear()
+    all_native = dict.fromkeys(("fprop", "dgrad", "wgrad"), "native")
+    assert [name for name, routes in found.items() if routes == all_native] == NATIVE[capability]
+    others = [set(r.values()) for n, r in found.items() if n not in ("bf16", *NATIVE[capability])]
+    assert all(other == {"emulated"} for other in others)
+    assert not recwarn.list
+
+
+def test_doctor_tells_gemms_apart(monkeypatch):
+    monkeypatch.setattr(gemm, "compute_capability", lambda device: (9, 0))
+    gemm.layout_of.cache_clear()
+    device = torch.device("cuda", 0)
+
+    def routes(recipe):
+        return list(doctor.routes(recipe.linear_numerics(), device).values())
+
+    assert routes(Float8PerRowScaling(high_precision_wgrad=True)) == [
+        *["native"] * 2,
+        "high precision",
+    ]
+    override = Float8CurrentScaling(backward_override=BackwardOverride.HIGH_PRECISION)
+    assert routes(override) == ["native", "high precision", "high precision"]
+    e5m2 = Float8CurrentScaling(forward_format=Format.E5M2, backward_format=Format.E4M3)
+    assert routes(e5m2) == ["emulated", "native", "native"]
+    gemm.layout_of.cache_clear()
 
 
 SICK = {

@@ -12,6 +12,10 @@ for extra in ("typer", "rich", "matplotlib"):
     pytest.importorskip(extra, reason="needs the extra cli")
 pytestmark = pytest.mark.slow
 
+from fullgraph.cli.gpt import GPTSize  # noqa: E402 (needs the extra)
+from fullgraph.cli.train import TrainOptions, train  # noqa: E402
+from fullgraph.recipes import BY_NAME  # noqa: E402
+
 TRAIN = [sys.executable, "-m", "fullgraph.cli", "train", "--recipe", "fp8-current"]
 
 
@@ -31,6 +35,17 @@ def test_the_default_run(tmp_path):
             result[f"{prefix}{n}"] for n in ("num_linears", "forward_nodes", "backward_nodes")
         }
         assert counts == {17}
+
+
+@pytest.mark.parametrize("recipe", [name for name in BY_NAME if name != "bf16"])
+def test_every_recipe_learns_what_bf16_learns(tmp_path, recipe):
+    """Final losses within 3 % of bf16 for 8-bit recipes and 6 % for NVFP4, with Inductor."""
+    size = GPTSize(num_layers=2, features=64, context=64)
+    result = train(TrainOptions(recipe, compare="bf16", steps=80, out=tmp_path, size=size))
+    assert result["compare_final_loss"] < 0.65 * result["compare_loss"][0], "bf16 learns nothing"
+    assert abs(result["relative_difference"]) < (0.06 if recipe == "nvfp4" else 0.03)
+    assert result["loss"] != result["compare_loss"], "nothing was quantized"
+    assert result["graph_breaks"] == result["recompiles"] == 0
 
 
 @pytest.mark.parametrize("moment", ["compiling", "training"])

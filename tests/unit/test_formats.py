@@ -7,14 +7,22 @@ import pickle
 import pytest
 import torch
 
+import fullgraph as fg
 import oracles
+import oracles_nvfp4
+from fullgraph.errors import ConfigError
 from fullgraph.formats import (
     BOTH,
     COLUMNWISE,
+    HADAMARD_SIGN_CHANGES,
     ROWWISE,
     Format,
     FormatSpec,
+    FourOverSix,
+    MXScaleMode,
     Orientation,
+    Scaling,
+    check_nvfp4_options,
     largest_finite,
 )
 
@@ -120,3 +128,82 @@ def test_largest_finite(dtype):
 
 def test_largest_finite_stays_in_float32():
     assert largest_finite(torch.float64) == oracles.DTYPE_MAX[torch.float32]
+
+
+# Scalings: elements of the contraction that share a scale, and what native GEMMs want it to be a multiple of.
+SCALINGS = {
+    Scaling.TENSOR: (1, 16),
+    Scaling.ROW: (1, 16),
+    Scaling.BLOCK_1X128: (128, 128),
+    Scaling.BLOCK_128X128: (128, 128),
+    Scaling.BLOCK_1X32: (32, 32),
+    Scaling.BLOCK_1X16: (16, 32),
+    Scaling.CUSTOM: (1, 16),
+}
+
+
+def test_scalings():
+    assert {s: (s.block, s.alignment) for s in Scaling} == SCALINGS
+    assert all(s.alignment % s.block == 0 for s in Scaling)
+    assert all(Scaling(s.value) is pickle.loads(pickle.dumps(s)) is s for s in Scaling)
+
+
+def test_choices_are_public_singletons():
+    for kind in (Scaling, MXScaleMode, FourOverSix, Orientation, Format):
+        assert getattr(fg, kind.__name__) is kind
+        for member in kind:
+            assert copy.deepcopy(member) is pickle.loads(pickle.dumps(member)) is member
+
+
+def test_four_over_six_leaves_room_for_the_larger_scale():
+    for error in FourOverSix:
+        assert error.scale_max * 6 / 4 <= Format.E4M3.max
+        assert error.scale_max == 2.0 ** math.floor(math.log2(Format.E4M3.max * 4 / 6))
+
+
+def test_signs_of_the_hadamard_transform():
+    signs = [-1 if HADAMARD_SIGN_CHANGES >> i & 1 else 1 for i in range(16)]
+    assert signs == oracles_nvfp4.SIGNS
+
+
+NOTHING = {
+    "two_dimensional": False,
+    "hadamard": False,
+    "four_over_six": None,
+    "row_scaled": False,
+    "seed": None,
+}
+SOMETHING = {
+    "two_dimensional": True,
+    "hadamard": True,
+    "four_over_six": FourOverSix.MSE,
+    "row_scaled": True,
+    "seed": torch.tensor(3),
+}
+EXCLUDED = [
+    {"four_over_six", "hadamard"},
+    {"four_over_six", "seed"},
+    {"two_dimensional", "row_scaled"},
+    {"two_dimensional", "hadamard"},
+]
+
+
+def test_options_of_nvfp4_that_exclude_each_other():
+    check_nvfp4_options(2, **NOTHING)
+    for first in SOMETHING:
+        check_nvfp4_options(32, **{**NOTHING, first: SOMETHING[first]})
+        for second in SOMETHING:
+            asked = {**NOTHING, first: SOMETHING[first], second: SOMETHING[second]}
+            if {first, second} in EXCLUDED:
+                with pytest.raises(
+                    ConfigError, match=r"cast_nvfp4: \w+ and \w+ exclude each other"
+                ):
+                    check_nvfp4_options(2, **asked)
+            else:
+                check_nvfp4_options(2, **asked)
+
+
+@pytest.mark.parametrize("pad", [1, 0, -2, 3])
+def test_pads_that_split_a_byte(pad):
+    with pytest.raises(ConfigError, match=f"pad must be a positive even number, got {pad}"):
+        check_nvfp4_options(pad, **NOTHING)

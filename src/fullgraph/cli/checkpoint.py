@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,13 +50,16 @@ def load(path: Path, meant: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: no such file, another kind of file, or the checkpoint of another run.
     """
     try:
+        with path.open("rb") as stream:
+            if not zipfile.is_zipfile(stream):  # torch.load fails in many ways on what is none
+                raise _no_checkpoint(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ConfigError(
             f"train: cannot read the checkpoint {path}: {error.strerror}",
             do="give --resume a file that --save wrote",
         ) from error
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, pickle.UnpicklingError) as error:
         raise _no_checkpoint(path) from error
     if not isinstance(found, dict) or found.get("kind") != KIND:
         raise _no_checkpoint(path)

@@ -169,7 +169,7 @@ def _without_base(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor._is_view():
         return tensor
     storage, offset = tensor.untyped_storage(), tensor.storage_offset()
-    return tensor.new_empty(0).set_(storage, offset, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    return tensor.new_empty(0).set_(storage, offset, tensor.shape, tensor.stride())
 
 
 def code_of(value: Any) -> Any:
