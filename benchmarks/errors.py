@@ -135,31 +135,31 @@ ROWS = (
     Row("nvfp4", "", NVFP4BlockScaling(), ((14.6, 17.6, 16.6), (20.3, 22.6, 17.2))),
     Row(
         "nvfp4",
-        "stochastic_rounding=False",
+        "without stochastic_rounding",
         NVFP4BlockScaling(stochastic_rounding=False),
         ((14.6, 14.6, 13.4), (20.3, 20.4, 13.9)),
     ),
     Row(
         "nvfp4",
-        "stochastic_rounding=False, hadamard=False",
+        "without stochastic_rounding, hadamard",
         NVFP4BlockScaling(stochastic_rounding=False, hadamard=False),
         ((14.6, 14.6, 13.4), (20.3, 20.4, 12.8)),
     ),
     Row(
         "nvfp4",
-        "weight_two_dimensional=False",
+        "without weight_two_dimensional",
         NVFP4BlockScaling(weight_two_dimensional=False),
         ((13.4, 16.7, 16.6), (12.9, 16.2, 17.2)),
     ),
     Row(
         "nvfp4",
-        "all three False",
+        "without any of the three",
         NVFP4BlockScaling(stochastic_rounding=False, hadamard=False, weight_two_dimensional=False),
         ((13.4, 13.5, 13.4), (12.9, 12.8, 12.8)),
     ),
     Row(
         "nvfp4",
-        "all three False, four_over_six=MAE",
+        "without any of the three, four_over_six=MAE",
         NVFP4BlockScaling(
             stochastic_rounding=False,
             hadamard=False,
@@ -239,8 +239,7 @@ def table(rows: list[Row], measured: list[dict]) -> str:
             _digits(value) + ("" if limit is None else f" ({_digits(limit)})")
             for value, limit in zip(values, budget, strict=True)
         ]
-        options = f"`{row.options}`" if "=" in row.options or "_" in row.options else row.options
-        lines.append(f"| `{row.name}` | {options} | {' | '.join(cells)} |")
+        lines.append(f"| `{row.name}` | {row.options} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

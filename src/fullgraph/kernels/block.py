@@ -14,13 +14,20 @@ from torch import Tensor
 
 from fullgraph.errors import ShapeError, describe
 from fullgraph.formats import ROWWISE, Format, Orientation, Scaling, largest_finite
-from fullgraph.kernels.tiles import FP8, encode, load_tile, round_up, scale_from_amax, tile_indices
+from fullgraph.kernels.tiles import (
+    FP8,
+    encode,
+    load_tile,
+    magnitude_bits,
+    round_up,
+    scale_from_amax,
+    store_tile,
+    tile_indices,
+)
 
 _BLOCK = Scaling.BLOCK_128X128.block
 _SCALES_ALIGNMENT = tl.constexpr(4)  # of a row of the scales of squares: 16 bytes
 _NUM_WARPS = 8
-
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 def cast_block(
@@ -84,19 +91,6 @@ def _empty_scales(x: Tensor, rows: int, contraction: int, two_dimensional: bool)
     else:
         shape = blocks, rows
     return x.new_empty(shape, dtype=torch.float32)
-
-
-@triton.jit
-def magnitude_bits(x):
-    """|x| as the bits of a float32, in an integer: the same order, with NaN on top, so that a maximum keeps NaN."""
-    return x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
-
-
-@triton.jit
-def store_tile(data_ptr, data, m, k, rows, columns):
-    """Store a tile of a contiguous matrix [rows, columns]."""
-    inside = (m[:, None] < rows) & (k[None, :] < columns)
-    tl.store(data_ptr + m[:, None] * columns + k[None, :], data, mask=inside)
 
 
 @triton.jit

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from fullgraph.errors import ConfigError, ShapeError, describe
 from fullgraph.formats import ROWWISE, Format, MXScaleMode, Orientation
-from fullgraph.kernels.tiles import FP8, encode, load_tile, round_up, tile_indices
+from fullgraph.kernels.tiles import (
+    FP8,
+    INF_BITS,
+    encode,
+    load_tile,
+    magnitude_bits,
+    round_up,
+    tile_indices,
+)
 
 _TILE = (64, 128)  # both multiples of a block
 _NUM_WARPS = 8
@@ -32,8 +40,6 @@ _NAN = tl.constexpr(0xFF)
 
 _MANTISSA_BITS = tl.constexpr(23)
 _MANTISSA = tl.constexpr((1 << 23) - 1)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_INF_BITS = tl.constexpr(0x7F800000)
 
 
 def cast_mx(
@@ -176,12 +182,12 @@ def _scale_exponents(
     ROWS: tl.constexpr = x.shape[0]
     BANDS: tl.constexpr = x.shape[0] // _BLOCK
     BLOCKS: tl.constexpr = x.shape[1] // _BLOCK
-    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
+    bits = magnitude_bits(x)
     if SQUARE:
         amax_bits = tl.max(tl.max(tl.reshape(bits, [BANDS, _BLOCK, BLOCKS, _BLOCK]), 3), 1)
     else:
         amax_bits = tl.max(tl.reshape(bits, [ROWS, BLOCKS, _BLOCK]), 2)
-    finite = tl.minimum(amax_bits, _INF_BITS)
+    finite = tl.minimum(amax_bits, INF_BITS)
     if CARRY is None:
         ratio = finite.to(tl.float32, bitcast=True) * (1.0 / FORMAT_MAX)
         ratio_bits = ratio.to(tl.int32, bitcast=True)
@@ -190,8 +196,8 @@ def _scale_exponents(
     else:
         exponent = ((finite + CARRY) >> _MANTISSA_BITS) - MAX_EXPONENT
     exponent = tl.minimum(tl.maximum(exponent, 0), _LARGEST)
-    exponent = tl.where(amax_bits < _INF_BITS, exponent, _LARGEST)
-    exponent = tl.where(amax_bits > _INF_BITS, _NAN, exponent)
+    exponent = tl.where(amax_bits < INF_BITS, exponent, _LARGEST)
+    exponent = tl.where(amax_bits > INF_BITS, _NAN, exponent)
     if SQUARE:
         exponent = tl.broadcast_to(exponent[:, None, :], [BANDS, _BLOCK, BLOCKS])
         exponent = tl.reshape(exponent, [ROWS, BLOCKS])

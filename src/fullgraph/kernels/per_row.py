@@ -14,8 +14,16 @@ from torch import Tensor
 
 from fullgraph.errors import ShapeError, describe
 from fullgraph.formats import ROWWISE, Format, Orientation, largest_finite
-from fullgraph.kernels.block import magnitude_bits, store_tile
-from fullgraph.kernels.tiles import FP8, encode, load_tile, round_up, scale_from_amax, tile_indices
+from fullgraph.kernels.tiles import (
+    FP8,
+    encode,
+    load_tile,
+    magnitude_bits,
+    round_up,
+    scale_from_amax,
+    store_tile,
+    tile_indices,
+)
 
 _TILE = (64, 128)
 _NUM_WARPS = 8

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from fullgraph.errors import ShapeError, describe
 from fullgraph.formats import ROWWISE, Format, Orientation, largest_finite
-from fullgraph.kernels.tiles import FP8, encode, load_tile, round_up, scale_from_amax, tile_indices
+from fullgraph.kernels.tiles import (
+    FP8,
+    INF_BITS,
+    encode,
+    load_tile,
+    magnitude_bits,
+    round_up,
+    scale_from_amax,
+    tile_indices,
+)
 
 # 64 x 128 with 8 warps: the fastest of nine tiles tried for a bare cast of bf16 with both copies,
 # 8192 x 4096 to 14336 x 4096 on an H200 (2026-12), where it reached 3.0-3.4 of 4.1 TB/s.
@@ -27,8 +36,6 @@ _FLAT_TILE = (1, 8192)
 _NUM_WARPS = 8
 _TILES_PER_PROGRAM = 4  # of the amax kernel: fewer atomics, and still enough programs
 
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_INF_BITS = tl.constexpr(0x7F800000)
 _NAN_BITS = tl.constexpr(0x7FC00000)
 
 
@@ -185,10 +192,10 @@ def _amax_kernel(
         tile = tl.program_id(0) * NUM_TILES + i
         m, k = tile_indices(tile, tiles_across, TILE_M, TILE_K)
         x = load_tile(x_ptr, m, k, rows, columns, stride_row, stride_column)
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
+        bits = magnitude_bits(x)
         largest = tl.maximum(largest, bits)
     result = tl.max(largest)
-    result = tl.where(result > _INF_BITS, _NAN_BITS, result)
+    result = tl.where(result > INF_BITS, _NAN_BITS, result)
     tl.atomic_max(bits_ptr, result, sem="relaxed")
 
 
@@ -269,8 +276,8 @@ def _cast_delayed_kernel(
         data, m, k, rowwise_ptr, columnwise_ptr, rows, columns, padded_rows, padded_columns
     )
     if bits_ptr is not None:
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
-        tl.atomic_max(bits_ptr, tl.max(tl.where(bits > _INF_BITS, 0, bits)), sem="relaxed")
+        bits = magnitude_bits(x)
+        tl.atomic_max(bits_ptr, tl.max(tl.where(bits > INF_BITS, 0, bits)), sem="relaxed")
 
 
 @triton.jit

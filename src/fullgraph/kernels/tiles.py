@@ -10,6 +10,10 @@ import triton.language as tl
 FP8 = {"E4M3": tl.float8e4nv, "E5M2": tl.float8e5}
 """Triton's name of each 8-bit format."""
 
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+"""The bits of a float32 but for its sign."""
+INF_BITS = tl.constexpr(0x7F800000)
+"""Infinity; whatever has more is NaN."""
 _SIGN_AND_EXPONENT = tl.constexpr(-(1 << 23))
 
 
@@ -32,6 +36,19 @@ def load_tile(x_ptr, m, k, rows, columns, stride_row, stride_column):
     inside = (m[:, None] < rows) & (k[None, :] < columns)
     offsets = m[:, None] * stride_row + k[None, :] * stride_column
     return tl.load(x_ptr + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| as the bits of a float32, in an integer: the same order, with NaN on top, so that a maximum keeps NaN."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & MAGNITUDE
+
+
+@triton.jit
+def store_tile(data_ptr, data, m, k, rows, columns):
+    """Store a tile of a contiguous matrix [rows, columns]."""
+    inside = (m[:, None] < rows) & (k[None, :] < columns)
+    tl.store(data_ptr + m[:, None] * columns + k[None, :], data, mask=inside)
 
 
 @triton.jit
