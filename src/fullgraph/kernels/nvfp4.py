@@ -241,11 +241,11 @@ def _cast_kernel(
         if ROW_SCALED:
             amax = tl.load(amax_ptr + m, mask=m < rows, other=0.0)
             if tile % tiles_across == 0:
-                tl.store(tensor_scale_inv_ptr + m, tl.div_rn(amax, LARGEST), mask=m < rows)
+                tl.store(tensor_scale_inv_ptr + m, _tensor_scale_inv(amax, LARGEST), mask=m < rows)
         else:
             single = tl.load(amax_ptr)
             if tensor_scale_inv_ptr is not None and tile == 0:
-                tl.store(tensor_scale_inv_ptr, tl.div_rn(single, LARGEST))
+                tl.store(tensor_scale_inv_ptr, _tensor_scale_inv(single, LARGEST))
             amax = tl.zeros((TILE_M,), tl.float32) + single
         codes, scale_inv = _cast_rows(
             x, amax, seed_ptr, m, k, columns, 0,
@@ -259,7 +259,7 @@ def _cast_kernel(
     if columnwise_data_ptr is not None:
         single = tl.load(columnwise_amax_ptr)
         if tile == 0:
-            tl.store(columnwise_tensor_scale_inv_ptr, tl.div_rn(single, LARGEST))
+            tl.store(columnwise_tensor_scale_inv_ptr, _tensor_scale_inv(single, LARGEST))
         if TWO_DIMENSIONAL:
             codes = tl.trans(codes)
             squares = tl.max(tl.reshape(scale_inv, (TILE_M // 16, 16, TILE_K // 16)), axis=1)
@@ -393,6 +393,12 @@ def _repeat_16(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[ROWS / 16, COLUMNS] to [ROWS, COLUMNS]."""
     repeated = tl.broadcast_to(x[:, None, :], (ROWS // 16, 16, COLUMNS))
     return tl.reshape(repeated, (ROWS, COLUMNS))
+
+
+@triton.jit
+def _tensor_scale_inv(amax, LARGEST: tl.constexpr):
+    """What decodes; amax has the one NaN that we write, and a division would change its bits."""
+    return tl.where(amax != amax, amax, tl.div_rn(amax, LARGEST))
 
 
 @triton.jit

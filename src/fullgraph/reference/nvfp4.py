@@ -280,7 +280,8 @@ def _cast_rows(
         codes, scale_inv = _four_over_six(x, block_amax, amax.view(-1, 1), square, four_over_six)
     codes = codes.view(bands * square, blocks * _BLOCK)[:rows, :contraction]
     largest = _CODE_MAX * (_SCALE_MAX if four_over_six is None else four_over_six.scale_max)
-    return codes, scale_inv[:rows], _divide(amax, largest)
+    # amax has the one NaN that we write; a division would change its bits on some devices.
+    return codes, scale_inv[:rows], torch.where(amax.isnan(), amax, _divide(amax, largest))
 
 
 def _to_six(
