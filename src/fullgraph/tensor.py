@@ -80,9 +80,10 @@ NO_STATE = CastState()
 class Quantizer:
     """How one tensor is cast. Subclass it as a frozen dataclass, so that it can stand in an op's token.
 
-    A quantizer of your own has a `format`, a `scaling` and `quantize`. If it stores codes and scales as `Scaling`
-    says, that is all, and GEMMs multiply its codes. With `Scaling.CUSTOM` it also defines `spec` and
-    `decode_matrix`, and GEMMs multiply the decoded values. It needs no registration. Sizes may be symbolic in `spec`.
+    A quantizer of your own has a `format`, a `scaling` and `quantize`. If it stores codes and scales as
+    `QuantizedParts` says for its scaling, that is all, and GEMMs multiply its codes. With `Scaling.CUSTOM` it also
+    defines `spec` and `decode_matrix`, and GEMMs multiply the decoded values. It needs no registration. Sizes may be
+    symbolic in `spec`.
     """
 
     if TYPE_CHECKING:
