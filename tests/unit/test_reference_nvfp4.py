@@ -10,7 +10,7 @@ import oracles
 import oracles_nvfp4
 from fullgraph import reference
 from fullgraph.errors import ConfigError, ShapeError
-from fullgraph.formats import BOTH, Format, FourOverSix, Orientation
+from fullgraph.formats import BOTH, COLUMNWISE, Format, FourOverSix, Orientation
 from oracles import assert_same_bits
 
 NAN, INF = float("nan"), float("inf")
@@ -135,7 +135,8 @@ DATA = {
 @by_dtype
 def test_cast(data, dtype):
     x = DATA[data](dtype).to(dtype)
-    for options in OPTIONS:
+    # 16-bit inputs take the same way once they are float32.
+    for options in OPTIONS if dtype is torch.float32 else OPTIONS[2::3]:
         actual = cast(x, orientation=BOTH, **options)
         assert_same(actual, expected_cast(x, orientation=BOTH, **options))
 
@@ -536,7 +537,7 @@ SQUARES = {"four_over_six": MSE, "two_dimensional": True}
     [
         (SEEDED, "aot_eager"),
         (SQUARES, "aot_eager"),
-        ({"hadamard": True}, "inductor"),
+        ({"hadamard": True, "orientation": COLUMNWISE}, "inductor"),
         pytest.param(SQUARES, "inductor", marks=pytest.mark.slow),
         pytest.param(SEEDED, "inductor", marks=pytest.mark.slow),
     ],
@@ -544,11 +545,11 @@ SQUARES = {"four_over_six": MSE, "two_dimensional": True}
 )
 def test_compiled_is_eager(options, backend):
     """One graph, no guard on values: the whole of it can be part of a compiled function."""
-    options = dict(options)
+    options = {"orientation": BOTH, **options}
     seed = options.pop("seed", None)
 
     def cast_both(x, seed):
-        return reference.cast_nvfp4(x, seed=seed, orientation=BOTH, pad=16, **options)
+        return reference.cast_nvfp4(x, seed=seed, pad=16, **options)
 
     compiled = torch.compile(cast_both, fullgraph=True, backend=backend)
     seed = None if seed is None else torch.tensor(seed)
