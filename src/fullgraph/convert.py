@@ -150,9 +150,12 @@ def convert(
         resolved,
         tuple([_describe(*entry, reason) for entry, reason in zip(found, reasons, strict=True)]),
     )
-    for (name, layer), reason in zip(found, reasons, strict=True):
-        if reason is None:
-            _apply(layer, name, resolved)
+    chosen = [entry for entry, reason in zip(found, reasons, strict=True) if reason is None]
+    if resolved is not None:
+        for name, _ in chosen:
+            resolved.numerics_text_of(name)  # may raise: before anything is changed
+    for name, layer in chosen:
+        _apply(layer, name, resolved)
     return report
 
 

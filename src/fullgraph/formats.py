@@ -287,7 +287,7 @@ def check_nvfp4_options(
         "row_scaled": row_scaled,
         "seed": seed is not None,
     }
-    for (one, other), why in _NVFP4_EXCLUSIONS.items():
+    for (one, other), why in NVFP4_EXCLUSIONS.items():
         if asked[one] and asked[other]:
             raise ConfigError(
                 f"cast_nvfp4: {one} and {other} exclude each other, got both",
@@ -316,12 +316,13 @@ _BLOCKS = {
     Scaling.BLOCK_1X16: 16,
 }
 
-_NVFP4_EXCLUSIONS = {
+NVFP4_EXCLUSIONS = {
     ("four_over_six", "hadamard"): "errors of what was not transformed are compared",
     ("four_over_six", "seed"): "errors of rounding to nearest are compared",
     ("two_dimensional", "row_scaled"): "the rows of a square share a scale",
     ("two_dimensional", "hadamard"): "the copies of a cast in squares are transposes of each other",
 }
+"""Options of an NVFP4 cast that exclude each other, and why; "seed" is the one of stochastic rounding."""
 
 _ALIGNMENTS = {
     Scaling.BLOCK_1X128: 128,

@@ -21,6 +21,7 @@ from fullgraph.customop import Pass, Plan, TensorSpec
 from fullgraph.errors import ConfigError, ShapeError, describe
 from fullgraph.formats import (
     COLUMNWISE,
+    NVFP4_EXCLUSIONS,
     ROWWISE,
     Format,
     FourOverSix,
@@ -387,21 +388,8 @@ class NVFP4Quantizer(_CastQuantizer):
 
     def __post_init__(self) -> None:
         _check_enum(self, "four_over_six", FourOverSix, optional=True)
-        excluded = [
-            (
-                "four_over_six",
-                "hadamard",
-                "the better of two scales is searched for untransformed values",
-            ),
-            (
-                "four_over_six",
-                "stochastic_rounding",
-                "errors are compared after rounding to the nearest",
-            ),
-            ("two_dimensional", "row_scaled", "a square would have sixteen tensor scales"),
-            ("two_dimensional", "hadamard", "the copies would not be transposes of each other"),
-        ]
-        for one, other, why in excluded:
+        for pair, why in NVFP4_EXCLUSIONS.items():
+            one, other = ["stochastic_rounding" if name == "seed" else name for name in pair]
             if getattr(self, one) and getattr(self, other):
                 raise ConfigError(
                     f"NVFP4Quantizer: {one} and {other} exclude each other",

@@ -549,17 +549,6 @@ def _packs(quantizer: Quantizer | None) -> bool:
     return quantizer is not None and quantizer.format.codes_per_byte > 1
 
 
-@QuantizedTensor.implements(aten.copy_.default)
-def _copy_(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Bytes are copied between equal shapes only: neither transposes nor codes that share bytes broadcast."""
-    target, source, *options = args
-    both = isinstance(target, QuantizedTensor) and isinstance(source, QuantizedTensor)
-    if both and source.shape != target.shape:
-        source = source.parts.decode()
-    handler = StructuredTensor._handlers[aten.copy_.default]
-    return handler(func, (target, source, *options), kwargs)
-
-
 @QuantizedTensor.implements(aten._to_copy.default)
 def _to_copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Keep the bytes on another device, and as another dtype that a quantized tensor can stand for."""

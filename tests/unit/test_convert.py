@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+import fullgraph as fg
 from fullgraph.convert import convert
 from fullgraph.errors import ConfigError
 from fullgraph.nn import Linear, autocast
@@ -223,3 +224,29 @@ def test_nothing_changes_if_the_filter_raises():
     with pytest.raises(KeyError, match=r"middle\.1"):
         convert(model, "fp8-current", filter=broken)
     assert type(model.first) is nn.Linear
+
+
+def test_a_custom_recipe_goes_by_the_path_of_a_layer():
+    asked = []
+
+    def factory(role):
+        asked.append(role.name)
+        return fg.IdentityQuantizer() if role.name == "1" else fg.MXQuantizer()
+
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    fg.convert(model, fg.recipes.CustomRecipe(factory))
+    assert set(asked) == {"", "0", "1"}
+    asked.clear()
+    report = fg.explain(model, torch.randn(4, 32))
+    assert [node.gemms["fprop"] for node in report.nodes] == ["emulated", "high precision"]
+    assert asked == []  # the answers are kept
+
+
+def test_a_factory_that_fails_changes_nothing():
+    def factory(role):
+        return None if role.name == "1" else fg.MXQuantizer()
+
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with pytest.raises(ConfigError, match="the factory returned None for input of 1"):
+        fg.convert(model, fg.recipes.CustomRecipe(factory))
+    assert all(type(layer) is nn.Linear for layer in model)

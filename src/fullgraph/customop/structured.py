@@ -441,8 +441,13 @@ def _copy_(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     target, source = args[:2]
     if not isinstance(target, StructuredTensor):
         return target.copy_(source.parts.decode(), *args[2:])
-    same_layout = isinstance(source, StructuredTensor) and source.layout_text == target.layout_text
-    if same_layout:
+    # Components broadcast otherwise than the tensor that they stand for.
+    same_form = (
+        isinstance(source, StructuredTensor)
+        and source.layout_text == target.layout_text
+        and source.shape == target.shape
+    )
+    if same_form:
         for ours, theirs in zip(flatten(target), flatten(source), strict=True):
             ours.copy_(theirs, *args[2:])
         _mark_changed(target)
