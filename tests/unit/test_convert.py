@@ -238,7 +238,7 @@ def test_a_custom_recipe_goes_by_the_path_of_a_layer():
     assert set(asked) == {"", "0", "1"}
     asked.clear()
     report = fg.explain(model, torch.randn(4, 32))
-    assert [node.gemms["fprop"] for node in report.nodes] == ["emulated", "high precision"]
+    assert [node.gemms["fprop"] for node in report.nodes[:2]] == ["emulated", "high precision"]
     assert asked == []  # the answers are kept
 
 
