@@ -601,7 +601,7 @@ def test_every_quantizer_serves_in_a_custom_recipe(name):
 
 
 @pytest.mark.parametrize("answer", [None, "E4M3", fg.MXQuantizer, Format.E4M3])
-@pytest.mark.parametrize("role", list(QUESTIONS), ids=str)
+@pytest.mark.parametrize("role", sorted(QUESTIONS, key=str), ids=str)
 def test_every_question_needs_an_answer(role, answer):
     with pytest.raises(
         ConfigError,
