@@ -276,10 +276,11 @@ def _environment(device: torch.device) -> dict[str, Any]:
         import triton
     except ImportError:
         triton = None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
-        "date": datetime.date.today().isoformat(),
-        "device": "cpu",
         **environment(),
+        "date": datetime.date.today().isoformat(),
+        "device": name,
         "triton": getattr(triton, "__version__", "none"),
         "casts": quantizers.casts_for(device).__name__.rpartition(".")[2],
         "shapes": {},
