@@ -168,6 +168,8 @@ def _is_same(one: Any, other: Any) -> bool:
     """Whether two functions are one, or made by one piece of code that refers to nothing around it."""
     if one is other:
         return True
+    if getattr(one, "__self__", None) is not getattr(other, "__self__", None):
+        return False  # methods of two objects
     parts = ("__code__", "__defaults__", "__kwdefaults__")
     is_plain = getattr(one, "__closure__", 0) is None and getattr(other, "__closure__", 0) is None
     return is_plain and all(getattr(one, p) == getattr(other, p) for p in parts)

@@ -14,6 +14,7 @@ that helps. An `AssertionError` out of this package is a bug of this package.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Protocol
 
 
@@ -60,6 +61,24 @@ class EmulationWarning(UserWarning):
 
 class CompileError(FullgraphError, RuntimeError):
     """Something that cannot become part of one compiled graph."""
+
+
+def check_flags(options: Any) -> None:
+    """Raise unless the fields of a dataclass that are declared bool are True or False.
+
+    Args:
+        options: an instance.
+
+    Raises:
+        ConfigError: another value, such as a string, which would count as True.
+    """
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.type in ("bool", bool) and value is not True and value is not False:
+            raise ConfigError(
+                f"{type(options).__name__}: {field.name} must be True or False, got {value!r}",
+                do="pass a bool",
+            )
 
 
 class HasDtypeAndShape(Protocol):

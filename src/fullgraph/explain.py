@@ -29,6 +29,7 @@ from fullgraph.customop.plan import TensorSpec
 from fullgraph.errors import ConfigError, describe
 from fullgraph.gemm import GemmBackend
 from fullgraph.nn import Linear
+from fullgraph.nn.scaling import preserved
 from fullgraph.ops.linear import Decisions
 from fullgraph.quantizers import HybridQuantizer
 from fullgraph.recipes import LinearNumerics
@@ -144,7 +145,8 @@ def explain(
     """Say what a model compiles to: nodes, casts, GEMM routes, padding, graph breaks, recompiles.
 
     Compiles apart from other uses of the model and runs it, forward and backward, once with each set of inputs. Leaves
-    no gradients behind, and random number generators as they were; what the model changes when it runs, it changes.
+    no gradients behind, and random number generators and the state of delayed scaling as they were; what the model
+    changes otherwise when it runs, it changes.
 
     Args:
         function: a module or any function of tensors.
@@ -182,7 +184,8 @@ def explain(
     recorder = GraphRecorder()
     run = torch.compile(isolated(function), backend=recorder, dynamic=dynamic)
     breaks_before = compat.graph_break_counts()
-    with torch.random.fork_rng(devices=_cuda_devices(function, inputs, kwargs)):
+    devices = _cuda_devices(function, inputs, kwargs)
+    with torch.random.fork_rng(devices=devices), preserved(function):
         run_both_ways(run, inputs, kwargs)
         report = _first_call(function, recorder, breaks_before)
         if again is None:

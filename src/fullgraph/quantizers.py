@@ -18,7 +18,7 @@ from torch import Tensor
 from fullgraph import customop, kernels, reference
 from fullgraph._version import __version__
 from fullgraph.customop import Pass, Plan, TensorSpec
-from fullgraph.errors import ConfigError, ShapeError, describe
+from fullgraph.errors import ConfigError, ShapeError, check_flags, describe
 from fullgraph.formats import (
     COLUMNWISE,
     NVFP4_EXCLUSIONS,
@@ -71,19 +71,21 @@ def check_quantizable(x: Tensor | TensorSpec) -> None:
 
 
 def _check_format(quantizer: Quantizer) -> None:
+    check_flags(quantizer)
     if quantizer.format not in (Format.E4M3, Format.E5M2):
         raise ConfigError(
-            f"{type(quantizer).__name__}: the format must be E4M3 or E5M2, got {quantizer.format}",
+            f"{type(quantizer).__name__}: the format must be E4M3 or E5M2, got {quantizer.format!r}",
             why="these are the 8-bit formats of values; E8M0 is one of scales, and E2M1 has NVFP4Quantizer",
             do="choose Format.E4M3 for inputs and weights, Format.E5M2 for gradients",
         )
 
 
 def _check_epsilon(quantizer: Quantizer, epsilon: object) -> None:
-    if not (isinstance(epsilon, (int, float)) and 0 <= epsilon < float("inf")):
+    is_number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
+    if not (is_number and 0 <= epsilon <= torch.finfo(torch.float32).max):  # type: ignore[operator]
         raise ConfigError(
             f"{type(quantizer).__name__}: amax_epsilon must be a finite number >= 0, got {epsilon!r}",
-            why="it is the lower bound of a magnitude",
+            why="it is the lower bound of a magnitude, in float32",
             do="use 0.0, or something like 1e-12",
         )
 
@@ -387,6 +389,7 @@ class NVFP4Quantizer(_CastQuantizer):
     row_scaled: bool = False
 
     def __post_init__(self) -> None:
+        check_flags(self)
         _check_enum(self, "four_over_six", FourOverSix, optional=True)
         for pair, why in NVFP4_EXCLUSIONS.items():
             one, other = ["stochastic_rounding" if name == "seed" else name for name in pair]
@@ -465,6 +468,7 @@ class HybridQuantizer(Quantizer):
     columnwise_from_rowwise: bool = False
 
     def __post_init__(self) -> None:
+        check_flags(self)
         for name in ("rowwise", "columnwise"):
             member = getattr(self, name)
             if isinstance(member, IdentityQuantizer):

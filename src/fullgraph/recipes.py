@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fullgraph.customop.token import encode
-from fullgraph.delayed import ScalingRule, register_algorithm
-from fullgraph.errors import ConfigError
+from fullgraph.delayed import ScalingRule, find_algorithm, register_algorithm
+from fullgraph.errors import ConfigError, check_flags
 from fullgraph.formats import (
     COLUMNWISE,
     ROWWISE,
@@ -154,6 +154,7 @@ class Recipe:
     """Whether a backward pass needs random numbers."""
 
     def __post_init__(self) -> None:
+        check_flags(self)
         # Derived constants of a frozen object: Dynamo then guards one string per layer.
         if not isinstance(self.backward_override, (BackwardOverride, type(None))):
             raise ConfigError(
@@ -513,6 +514,12 @@ class CustomRecipe(Recipe):
     reduce_amax: bool = True
 
     def __post_init__(self) -> None:
+        if not callable(self.factory):
+            raise ConfigError(
+                f"CustomRecipe: the factory must be callable, got {self.factory!r}",
+                why="it is asked about each tensor of a layer",
+                do="pass a function of a LayerRole that returns a quantizer",
+            )
         object.__setattr__(self, "_answers", {"": self._ask("")})
         super().__post_init__()
         object.__setattr__(self, "_texts", {"": self.numerics_text})
@@ -585,6 +592,8 @@ _SLOTS = (Role.INPUT, Role.WEIGHT, Role.OUTPUT, Role.GRAD_OUTPUT)
 
 def _scaling_rule_text(recipe: DelayedScaling | CustomRecipe, formats: tuple[Format, ...]) -> str:
     algorithm = recipe.algorithm
+    if isinstance(algorithm, str) and ":" in algorithm:
+        find_algorithm(algorithm)  # may raise: before the first step
     rule = ScalingRule(
         recipe.history_length,
         algorithm if isinstance(algorithm, str) else register_algorithm(algorithm),

@@ -187,9 +187,10 @@ class Quantizer:
         """The values that `parts` stand for, `parts.dtype` [`parts.shape`]."""
         shape = tuple(parts.shape)
         if parts.data is not None:
-            return self.decode_matrix(parts, ROWWISE).to(parts.dtype).view(shape)
+            return self.decode_matrix(parts, ROWWISE).to(parts.dtype).flatten().view(shape)
         values = self.decode_matrix(parts, COLUMNWISE).to(parts.dtype)
-        return values.t().contiguous().view(shape)
+        # Not `contiguous`, which leaves the strides of sizes of 1 as they are.
+        return values.t().clone(memory_format=torch.contiguous_format).view(shape)
 
     def decode_matrix(self, parts: QuantizedParts, orientation: Orientation) -> Tensor:
         """One copy that is there, decoded: float32 [rows, contraction]."""

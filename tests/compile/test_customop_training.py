@@ -169,9 +169,8 @@ def test_a_compiled_optimizer_step(optimizer, foreach):
 @pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 traces gradients of plain parameters only"
 )
-def test_a_whole_step_in_one_graph(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True)
-
+@torch._dynamo.config.patch(trace_autograd_ops=True)
+def test_a_whole_step_in_one_graph():
     def train(function_of):
         model = stack(int8_weight=True)
 

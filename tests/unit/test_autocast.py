@@ -371,3 +371,58 @@ def test_eager_recomputation_outside_the_context(layer, use_reentrant):
         backward_inside=False,
     )
     assert_same_results(got, under(FP8, step, layer, x, grad_output))
+
+
+class RunsAgain(torch.autograd.Function):
+    """Runs a function in its backward pass, as activation checkpointing does."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            ctx.function()
+        return gradient, None
+
+
+def test_an_autocast_inside_of_a_backward_pass_wins():
+    layer = fg.Linear(K, N, dtype=torch.bfloat16)
+    x, _ = batch(24)
+    with fg.autocast("mxfp8"):
+        expected = layer(x)
+    with fg.autocast("fp8-current"):
+        remembered = layer(x)
+    seen = []
+
+    def function():
+        seen.append(layer(x).detach())
+        with fg.autocast("mxfp8"):
+            seen.append(layer(x).detach())
+
+    leaf = torch.ones(1, requires_grad=True)
+    with fg.autocast("nvfp4"):  # around the backward pass: not what the layer ran with
+        RunsAgain.apply(leaf, function).sum().backward()
+    assert_same_bits(seen[0], remembered.detach())
+    assert_same_bits(seen[1], expected.detach())
+
+
+def test_an_evaluation_between_forward_and_backward_is_not_remembered():
+    layer = fg.Linear(K, N, dtype=torch.bfloat16)
+    x, grad_output = batch(24)
+
+    def step(evaluate):
+        layer.zero_grad()
+        with fg.autocast("fp8-current"):
+            output = checkpoint(layer, x.requires_grad_(), use_reentrant=False)
+        if evaluate:
+            layer.eval()
+            with fg.autocast("mxfp8"), torch.no_grad():
+                layer(x)
+            layer.train()
+        output.backward(grad_output)
+        return layer.weight.grad.clone()
+
+    assert_same_bits(step(evaluate=True), step(evaluate=False))

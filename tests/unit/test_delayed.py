@@ -458,7 +458,7 @@ def test_scales_that_are_never_updated():
     model = Model([ScalingRule(2)] * 3)
     assert use(model.forward_scale, 4) == []
     (message,) = use(model.forward_scale, 20)
-    assert message.startswith("a layer with delayed scaling ran 5 times and its scales were never")
+    assert message.startswith("a layer with delayed scaling ran 5 times in a row without an update")
     assert "\nWhy: " in message
     assert "\nDo: call fullgraph.update_scales(model)" in message
     scaling.update_scales(*model.arguments)

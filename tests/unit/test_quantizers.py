@@ -342,7 +342,7 @@ def test_a_scalar_cannot_be_quantized():
 )
 def test_formats_that_do_not_fit(kind, format):
     with pytest.raises(
-        ConfigError, match=f"{kind.__name__}: the format must be E4M3 or E5M2, got {format}"
+        ConfigError, match=f"{kind.__name__}: the format must be E4M3 or E5M2, got {format!r}"
     ):
         kind(format)
 
@@ -409,3 +409,28 @@ def test_arguments_of_the_wrong_kind():
         fg.quantize(x, "E4M3")
     with pytest.raises(ConfigError, match="quantize: a tensor is needed, got list"):
         fg.quantize([1.0], E4M3)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None], ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        (fg.PerRowQuantizer, "power_of_two"),
+        (fg.BlockQuantizer, "two_dimensional"),
+        (fg.NVFP4Quantizer, "row_scaled"),
+        (fg.recipes.Float8CurrentScaling, "allow_emulation"),
+        (fg.recipes.DelayedScaling, "reduce_amax"),
+        (fg.recipes.MXFP8BlockScaling, "weight_two_dimensional"),
+    ],
+    ids=str,
+)
+def test_flags_are_true_or_false(kind, flag, value):
+    with pytest.raises(ConfigError, match=f"{kind.__name__}: {flag} must be True or False, got"):
+        kind(**{flag: value})
+
+
+@pytest.mark.parametrize("orientation", list(fg.Orientation), ids=lambda o: o.value)
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_strides_of_a_single_element(hadamard, orientation):
+    q = fg.quantize(torch.ones(1, 1), fg.NVFP4Quantizer(hadamard=hadamard), orientation)
+    assert q.dequantize().stride() == (1, 1)

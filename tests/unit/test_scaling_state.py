@@ -1,6 +1,7 @@
 """The state of delayed scaling in a layer: where it lives, how it moves, is saved, loaded and updated."""
 
 import copy
+import dataclasses
 import io
 import pickle
 import warnings
@@ -13,7 +14,7 @@ import fullgraph as fg
 import oracles_delayed
 from fullgraph.customop.token import encode
 from fullgraph.delayed import ScalingRule
-from fullgraph.errors import ConfigError
+from fullgraph.errors import CompileError, ConfigError
 from fullgraph.nn import ScalingState, attach, linear, update_scales
 from linear_cases import K, N, batch, step
 from oracles import assert_same_bits
@@ -483,5 +484,69 @@ def test_layers_that_are_never_updated(monkeypatch):
         step(layer, x, grad_output)
     with torch.no_grad():
         layer(x)
-    with pytest.warns(UserWarning, match="ran 3 times and its scales were never updated"):
+    with pytest.warns(UserWarning, match="ran 3 times in a row without an update"):
         step(layer, x, grad_output)
+
+
+# What others leave behind.
+
+
+def test_a_copy_does_not_inherit_from_a_layer_that_had_its_address():
+    layer = fg.Linear(32, 8)
+    for _ in range(50):
+        gone = fg.Linear(32, 8)
+        with fg.autocast(fg.recipes.DelayedScaling(history_length=2)):
+            gone(torch.ones(4, 32)).sum().backward()
+        del gone
+        for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            with pytest.raises(ConfigError, match="has delayed scaling"):
+                fg.update_scales(copied)
+
+
+def test_methods_of_two_objects_are_two_algorithms():
+    @dataclasses.dataclass
+    class Clip:
+        factor: float
+
+        def amax(self, window):
+            return window.amax(0) * self.factor
+
+    fg.recipes.DelayedScaling(algorithm=Clip(1.0).amax)
+    with pytest.raises(ConfigError, match="two functions are called"):
+        fg.recipes.DelayedScaling(algorithm=Clip(8.0).amax)
+
+
+def test_an_algorithm_that_does_not_exist_is_refused_before_the_first_step():
+    with pytest.raises(CompileError, match="'math:nope' was not found"):
+        fg.recipes.DelayedScaling(algorithm="math:nope")
+
+
+def test_looking_without_gradients_changes_no_history():
+    layer = fg.Linear(32, 8)
+    with fg.autocast(fg.recipes.DelayedScaling(history_length=8)):
+        for _ in range(6):
+            layer(torch.ones(4, 32)).sum().backward()
+            fg.update_scales(layer)
+    before = layer.fp8_scale, layer.fp8_amax_history
+    with fg.autocast(fg.recipes.DelayedScaling(history_length=2)), torch.no_grad():
+        layer(torch.ones(4, 32))
+    after = layer.fp8_scale, layer.fp8_amax_history
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    fg.explain(layer, 100 * torch.ones(4, 32))
+    layer.configure(fg.recipes.DelayedScaling(history_length=8))
+    fg.explain(layer, 100 * torch.ones(4, 32))
+    after = layer.fp8_scale, layer.fp8_amax_history
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_what_cannot_be_attached():
+    layer = fg.Linear(32, 8, recipe="fp8-delayed")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="a torch.nn.Module is needed, got SGD"):
+        fg.attach(layer, optimizer)
+    with pytest.raises(ConfigError, match="an? torch.optim.Optimizer is needed, got Linear"):
+        fg.attach(layer, layer)
+    with pytest.raises(ConfigError, match="no layer of Linear has delayed scaling"):
+        fg.attach(optimizer, torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="a torch.nn.Module is needed, got int"):
+        fg.update_scales(3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,15 @@ def writable(path: Path) -> Path:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with path.open("ab"):  # permissions alone do not tell: the place may take no files at all
+            pass
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}", do="choose another place"
         ) from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"cannot write {path}: not permitted", do="choose another place")
     return path
 
 

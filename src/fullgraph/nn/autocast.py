@@ -18,7 +18,7 @@ PLAIN = BY_NAME["bf16"]
 
 
 class _State(threading.local):
-    """The recipes in force in this thread, innermost first: (recipe, (recipe, ... None))."""
+    """The recipes in force in this thread, innermost first: (recipe, entered in a backward pass?, (... None))."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class autocast:
         self.recipe = resolve(recipe) if enabled else PLAIN
 
     def __enter__(self) -> autocast:
-        _STATE.stack = (self.recipe, _STATE.stack)
+        in_backward = not torch.compiler.is_compiling() and compat.is_in_backward()
+        _STATE.stack = (self.recipe, in_backward, _STATE.stack)
         return self
 
     def __exit__(
@@ -63,17 +64,18 @@ class autocast:
         trace: TracebackType | None,
     ) -> None:
         assert _STATE.stack is not None
-        _STATE.stack = _STATE.stack[1]
+        _STATE.stack = _STATE.stack[2]
 
 
 def recipe_of(layer: nn.Module, own: Recipe | None) -> Recipe:
     """The recipe with which a layer runs now: its own, else the one in force.
 
     Activation checkpointing runs a layer again during backward, in eager mode perhaps in another thread and outside of
-    the autocast of its forward. It then takes the recipe of its last forward.
+    the autocast of its forward. Unless an autocast was entered within that backward pass, it then takes the recipe
+    of its last forward pass in training.
 
     Args:
-        layer: remembers the recipe of its last forward, in eager mode.
+        layer: remembers the recipe of its last forward pass with gradients or in training mode, in eager mode.
         own: the recipe that it was constructed with, or None.
     """
     if own is not None:
@@ -81,8 +83,13 @@ def recipe_of(layer: nn.Module, own: Recipe | None) -> Recipe:
     if torch.compiler.is_compiling():  # a compiled graph holds its recomputation
         return current_recipe()
     if compat.is_in_backward():
+        stack = _STATE.stack
+        if stack is not None and stack[1]:
+            return stack[0]
         return layer.__dict__.get(_LAST_RECIPE, PLAIN)
-    recipe = layer.__dict__[_LAST_RECIPE] = current_recipe()
+    recipe = current_recipe()
+    if torch.is_grad_enabled() or layer.training:
+        layer.__dict__[_LAST_RECIPE] = recipe
     return recipe
 
 

@@ -233,11 +233,11 @@ class Linear(nn.Linear):
         if not rule:
             return {}
         state = self.scaling_state
+        trains = torch.is_grad_enabled() and not compat.is_exporting()
         if not torch.compiler.is_compiling():
             state.follow(self.weight.device)  # FSDP moves parameters without telling their module
-            if state.rule != rule:
+            if trains and state.rule != rule:
                 state.set_rule(rule)
-        trains = torch.is_grad_enabled() and not compat.is_exporting()
         return {
             "forward_scale": state.forward_scale,
             "forward_amax": state.forward_amax if trains else None,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fullgraph.customop.token import parse
 from fullgraph.delayed import FORWARD_SLOTS, SLOTS
-from fullgraph.errors import describe
+from fullgraph.errors import ConfigError, describe
 from fullgraph.nn.autocast import current_recipe
 from fullgraph.ops import scaling
 
@@ -56,6 +57,13 @@ class ScalingState:
             self.backward_amax = torch.zeros_like(self.backward_scale)
             self.amax_history = None if rows is None else self._rows(rows)
         if device.type != "meta" and type(self.forward_scale) is Tensor:
+            scaling.forget(self.forward_scale)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(
+            state
+        )  # a copy, or out of a pickle, at an address where another state may have been
+        if self.device.type != "meta" and type(self.forward_scale) is Tensor:
             scaling.forget(self.forward_scale)
 
     def _rows(self, count: int) -> Tensor:
@@ -208,6 +216,8 @@ def update_scales(model: nn.Module, *, group: Any = None) -> None:
         >>> layer.scaling_state.forward_scale[0].item()  # 448 / 2
         224.0
     """
+    if not isinstance(model, nn.Module):
+        raise _not_a_model("update_scales", model)
     states = _states(model)
     if not states:
         if not torch.compiler.is_compiling():
@@ -242,6 +252,9 @@ def attach(
     Returns:
         A handle; its `remove()` undoes this.
 
+    Raises:
+        ConfigError: not an optimizer, not a module, or a module without `fg.Linear`.
+
     Example:
         >>> layer = fullgraph.Linear(32, 8, recipe="fp8-delayed")
         >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -251,11 +264,46 @@ def attach(
         >>> layer.scaling_state.forward_scale[0].item()
         448.0
     """
+    if not isinstance(model, nn.Module):
+        raise _not_a_model("attach", model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"attach: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}",
+            why="scales are updated after each of its steps",
+            do="attach(optimizer, model); or call update_scales(model) yourself",
+        )
+    if not any(hasattr(module, "scaling_state") for module in model.modules()):
+        raise scaling.nothing_to_update(type(model).__name__)
 
     def update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         update_scales(model, group=group)
 
     return optimizer.register_step_post_hook(update)
+
+
+@contextlib.contextmanager
+def preserved(model: Any) -> Iterator[None]:
+    """Scales and amaxes of a model are afterwards what they were; for running it to look at it.
+
+    Args:
+        model: a module; anything else has none.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    states = [m.scaling_state for m in modules if hasattr(m, "scaling_state")]
+    before = [(state.scales(), state.history()) for state in states]  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for state, kept in zip(states, before, strict=True):
+            state.load(*kept)  # type: ignore[union-attr]
+
+
+def _not_a_model(name: str, model: Any) -> ConfigError:
+    return ConfigError(
+        f"{name}: a torch.nn.Module is needed, got {type(model).__name__}",
+        why="the scales belong to its fg.Linear layers",
+        do="pass the model",
+    )
 
 
 def _states(model: nn.Module) -> list[ScalingState]:

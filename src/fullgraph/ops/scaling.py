@@ -119,7 +119,7 @@ def count_use(state: Tensor, rule: str = "") -> None:
         _RULES[address] = rule
     if count == PATIENCE and sum(c >= PATIENCE for c in _COUNTS.values()) == 1:
         warnings.warn(
-            f"a layer with delayed scaling ran {PATIENCE} times and its scales were never updated.\n"
+            f"a layer with delayed scaling ran {PATIENCE} times in a row without an update of its scales.\n"
             "Why: scales follow the amaxes of earlier steps only when they are told to; until then tensors are cast "
             "with the scales of the last update, or with 1.\n"
             "Do: call fullgraph.update_scales(model) after each optimizer step, or fullgraph.attach(optimizer, model) "
