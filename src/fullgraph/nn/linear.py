@@ -103,8 +103,8 @@ class Linear(nn.Linear):
         device: of the parameters.
         dtype: of the parameters; float32, bfloat16 or float16.
         recipe: a recipe or its name; None takes the one of the enclosing `fg.autocast`, else plain high precision.
-        quantized_weight: the weight Parameter itself is a `QuantizedTensor`; optimizers update it in place. It is made by
-            the quantizer of the recipe, or by that of `fp8-current` where the recipe has none.
+        quantized_weight: the weight Parameter itself is a `QuantizedTensor`; optimizers update it in place. It is
+            made by the quantizer of the recipe, or by that of `fp8-current` where the recipe has none.
         return_bias: return (output, bias) and leave the addition to the caller.
 
     Raises:
