@@ -31,6 +31,7 @@ from fullgraph.errors import ConfigError, ShapeError, describe
 from fullgraph.formats import BOTH, COLUMNWISE, ROWWISE, Orientation, Scaling
 from fullgraph.gemm import GemmBackend
 from fullgraph.ops.scaling import count_use
+from fullgraph.quantizers import as_matrix
 from fullgraph.random import new_seed, of_rank
 from fullgraph.recipes import BackwardOverride, LinearNumerics
 from fullgraph.tensor import (
@@ -241,7 +242,7 @@ def plan_backward(a: Any) -> Plan:
 def backward(plan: Plan, a: Any) -> dict[str, Tensor]:
     """Execute a backward plan on `LinearBackwardArguments` of tensors and parts."""
     numerics, decisions = a.numerics, plan.decisions
-    grad_output = _as_matrix(a.grad_output)
+    grad_output = as_matrix(a.grad_output)
     state = NO_STATE
     if "grad_output" in decisions.copies:
         state = CastState(
@@ -345,11 +346,7 @@ def _quantized(name: str, a: Any, decisions: Decisions, layout: Layout, state: C
     tensor, copies = getattr(a, name), decisions.copies.get(name)
     if copies is None:
         return tensor
-    return getattr(a.numerics, name).quantize(_as_matrix(tensor), copies, layout, state)
-
-
-def _as_matrix(tensor: Tensor) -> Tensor:
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    return getattr(a.numerics, name).quantize(as_matrix(tensor), copies, layout, state)
 
 
 def _gemm(
@@ -373,7 +370,7 @@ def _operand(
     quantizer = _quantizer_of(a, name, copy)
     came_quantized = isinstance(getattr(a, name), QuantizedParts)
     if came_quantized and parts.quantizer.for_copy(copy) != quantizer:
-        parts = quantizer.quantize(_as_matrix(parts.decode()), copy, layout)
+        parts = quantizer.quantize(as_matrix(parts.decode()), copy, layout)
     return parts.quantizer.operand(parts, copy, layout)
 
 
@@ -384,7 +381,7 @@ def _plain(tensor: Any, dtype: torch.dtype) -> Tensor:
 
 def _matrix(tensor: Any, dtype: torch.dtype) -> Tensor:
     """The same, as a matrix."""
-    return _as_matrix(_plain(tensor, dtype))
+    return as_matrix(_plain(tensor, dtype))
 
 
 def _check(a: Any) -> None:
