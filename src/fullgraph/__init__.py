@@ -17,7 +17,17 @@ from fullgraph.formats import (
     Orientation,
     Scaling,
 )
-from fullgraph.nn import Linear, attach, autocast, linear, update_scales
+from fullgraph.nn import (
+    LINEAR_OPS,
+    Linear,
+    Save,
+    Wgrad,
+    attach,
+    autocast,
+    linear,
+    save_linears,
+    update_scales,
+)
 from fullgraph.quantizers import (
     BlockQuantizer,
     DelayedQuantizer,
@@ -29,11 +39,19 @@ from fullgraph.quantizers import (
     PerTensorQuantizer,
     quantize,
 )
+from fullgraph.statistics import (
+    Statistics,
+    TensorStatistics,
+    collect_statistics,
+    plot_statistics,
+    read_statistics,
+)
 from fullgraph.tensor import QuantizedParts, QuantizedTensor, Quantizer
 
 __all__ = [
     "BOTH",
     "COLUMNWISE",
+    "LINEAR_OPS",
     "ROWWISE",
     "BlockQuantizer",
     "ConversionReport",
@@ -53,17 +71,25 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "Report",
+    "Save",
     "Scaling",
+    "Statistics",
+    "TensorStatistics",
+    "Wgrad",
     "__version__",
     "attach",
     "autocast",
+    "collect_statistics",
     "convert",
     "customop",
     "errors",
     "explain",
     "linear",
+    "plot_statistics",
     "quantize",
+    "read_statistics",
     "recipes",
+    "save_linears",
     "testing",
     "update_scales",
 ]

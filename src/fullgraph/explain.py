@@ -33,6 +33,7 @@ from fullgraph.nn.scaling import preserved
 from fullgraph.ops.linear import Decisions
 from fullgraph.quantizers import HybridQuantizer
 from fullgraph.recipes import LinearNumerics
+from fullgraph.statistics import TensorStatistics, collected_apart, linear_layers, linears_of
 from fullgraph.tables import table
 from fullgraph.tensor import QuantizedParts, Quantizer
 
@@ -99,6 +100,7 @@ class Report:
         recompiles: graphs that the second call added.
         recompile_reasons: the guards that failed.
         nodes: every node, in the order of the graphs.
+        statistics: what the first call's casts did to each tensor of each layer; None if that was not asked for.
     """
 
     num_linears: int | None
@@ -111,6 +113,7 @@ class Report:
     recompiles: int
     recompile_reasons: tuple[str, ...]
     nodes: tuple[NodeReport, ...]
+    statistics: tuple[TensorStatistics, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
@@ -129,6 +132,8 @@ class Report:
             "recompiles": self.recompiles,
         }
         lines = [table(head, rows), ""] if rows else []
+        if self.statistics:
+            lines += [table(_STATISTICS_HEAD, map(_statistics_row, self.statistics)), ""]
         lines += [f"{name:<17}{count}" for name, count in counts.items()]
         for reason in (*self.break_reasons, *self.recompile_reasons):
             lines += ["", reason]
@@ -140,26 +145,30 @@ def explain(
     *inputs: Any,
     again: tuple[Any, ...] | None = None,
     dynamic: bool | None = None,
+    stats: bool = False,
     **kwargs: Any,
 ) -> Report:
     """Say what a model compiles to: nodes, casts, GEMM routes, padding, graph breaks, recompiles.
 
     Compiles apart from other uses of the model and runs it, forward and backward, once with each set of inputs. Leaves
-    no gradients behind, and random number generators and the state of delayed scaling as they were; what the model
-    changes otherwise when it runs, it changes.
+    no gradients behind, and random number generators, the state of delayed scaling and statistics that are being
+    collected as they were; what the model changes otherwise when it runs, it changes.
 
     Args:
         function: a module or any function of tensors.
         *inputs: its arguments.
         again: positional arguments of a second call, such as another batch size, to see whether it recompiles.
         dynamic: as for `torch.compile`: None makes a size symbolic once it has changed, True from the start.
+        stats: also say what the casts of the first call do to values: amax, underflow, saturation, SQNR. Backward
+            starts from ones.
         **kwargs: keyword arguments of the function, in both calls.
 
     Returns:
         The report. Graph breaks are reported, not raised.
 
     Raises:
-        ConfigError: `function` is not callable, or `again` is no tuple.
+        ConfigError: `function` is not callable, or `again` is no tuple; with `stats` also if `function` is no module,
+            has no `fg.Linear`, or has no data.
 
     Example:
         >>> layer = fullgraph.Linear(32, 8, recipe="fp8-current")
@@ -181,13 +190,20 @@ def explain(
             why="it holds all positional arguments of a second call",
             do="pass again=(x,)",
         )
+    layers = linear_layers("explain", function) if stats else linears_of(function)
     recorder = GraphRecorder()
     run = torch.compile(isolated(function), backend=recorder, dynamic=dynamic)
     breaks_before = compat.graph_break_counts()
     devices = _cuda_devices(function, inputs, kwargs)
-    with torch.random.fork_rng(devices=devices), preserved(function):
+    with (
+        torch.random.fork_rng(devices=devices),
+        preserved(function),
+        collected_apart(layers, collect=stats) as collected,
+    ):
         run_both_ways(run, inputs, kwargs)
         report = _first_call(function, recorder, breaks_before)
+        if stats:
+            report = dataclasses.replace(report, statistics=collected())
         if again is None:
             return report
         reason = recompile_reason(function, run, again, kwargs)
@@ -270,10 +286,35 @@ def _node_report(node: OpNode, direction: str) -> NodeReport:
         layer=node.module,
         op=node.op,
         direction=direction,
-        tensors={name: text for name, value in fields.items() if (text := _tensor(value))},
+        tensors={
+            name: text
+            for name, value in fields.items()
+            if (text := _tensor(value))
+            and not name.endswith("_statistics")  # of ours, not the model's
+        },
         casts=casts,
         gemms=gemms,
         padding=padding,
+    )
+
+
+_STATISTICS_HEAD = (
+    *("layer", "tensor", "amax", "underflow", "saturation", "nonfinite", "SQNR (dB)"),
+    *("elements", "casts"),
+)
+
+
+def _statistics_row(record: TensorStatistics) -> tuple[str, ...]:
+    """What was recorded of a tensor, as a row of the report's second table."""
+    shares = (record.underflow, record.saturation, record.nonfinite)
+    return (
+        record.layer or "-",
+        record.tensor,
+        f"{record.amax:.4g}",
+        *["-" if share is None else f"{share:.3%}" for share in shares],
+        "-" if record.sqnr_db is None else f"{record.sqnr_db:.1f}",
+        f"{record.elements:,}",
+        str(record.casts),
     )
 
 

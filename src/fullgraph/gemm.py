@@ -34,7 +34,7 @@ from fullgraph.kernels import compute_capability
 from fullgraph.reference import Operand
 from fullgraph.tensor import Layout
 
-__all__ = ["GemmBackend", "Kind", "Operand", "gemm", "layout", "select"]
+__all__ = ["GemmBackend", "Kind", "Operand", "add_product", "gemm", "layout", "select"]
 
 Capability = tuple[int, int]
 
@@ -205,6 +205,24 @@ def gemm(
         out = out if bias is None else out.add_(bias.to(torch.float32))
         out = out.to(out_dtype)
     return out[:rows_of_a, :rows_of_b].contiguous()
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b in high precision, in place: inside of the GEMM where the device has such a one.
+
+    Args:
+        out: float32, bfloat16 or float16 [M, N].
+        a: floating dtype [M, K].
+        b: the dtype of a, [K, N].
+
+    Numerics: sums in float32, one rounding to the dtype of out.
+    """
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    elif out.dtype == torch.float32 and out.is_cuda:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        out.add_(a.to(torch.float32) @ b.to(torch.float32))
 
 
 def _with_row_scales(a: Operand, b: Operand) -> tuple[Operand, Operand]:

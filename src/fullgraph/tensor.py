@@ -7,6 +7,7 @@ business (`quantizers.py`); how a structured tensor crosses ops and graphs is `c
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -360,6 +361,21 @@ def round_up(size: Any, multiple: int) -> Any:
     return size if multiple == 1 else (size + multiple - 1) // multiple * multiple
 
 
+class _Codes(Tensor):
+    """A tensor like any other. `torch.export.save` takes a weight for plain if the type of its `.data` is."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self.as_subclass(Tensor))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
 class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
     """A low-precision tensor that looks like a high-precision one.
 
@@ -487,7 +503,7 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
         quantizer = self.part_quantizer.for_copy(orientation)
         assert quantizer is not None
         with torch.inference_mode():
-            return payload.view(quantizer.format.dtype).clone()
+            return payload.view(quantizer.format.dtype).clone().as_subclass(_Codes)
 
     def _scales(self, orientation: Orientation) -> Tensor:
         parts = self.parts

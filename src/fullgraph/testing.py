@@ -6,6 +6,7 @@ neither see nor disturb what else the process compiles.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +20,12 @@ from fullgraph.customop.structured import StructuredTensor
 from fullgraph.errors import describe
 
 __all__ = [
+    "Call",
     "assert_bitwise",
     "assert_compiles_once",
     "assert_one_graph",
     "assert_within_error",
+    "call",
     "cuda_graph_lint",
     "relative_error",
     "sqnr_db",
@@ -67,30 +70,78 @@ def assert_one_graph(
     return recorder
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call for `assert_compiles_once`. Made by `call`.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        contexts: context managers to run it in, the outermost first.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    contexts: tuple[contextlib.AbstractContextManager[Any], ...] = ()
+
+    def inside(self, *contexts: contextlib.AbstractContextManager[Any]) -> Call:
+        """The same call within these contexts, such as `torch.no_grad()` or a recipe of `fullgraph.autocast`."""
+        return dataclasses.replace(self, contexts=(*contexts, *self.contexts))
+
+
+def call(*args: Any, **kwargs: Any) -> Call:
+    """Arguments of one call for `assert_compiles_once`, by position and by keyword.
+
+    Args:
+        *args: positional arguments.
+        **kwargs: keyword arguments.
+
+    Returns:
+        The call.
+
+    Example:
+        >>> layer, x = fullgraph.Linear(32, 8, recipe="fp8-current"), torch.randn(4, 32)
+        >>> assert_compiles_once(layer, call(x), call(x).inside(torch.no_grad()))
+        Traceback (most recent call last):
+        ...
+        AssertionError: Linear: call 2 recompiles because gradients were switched ...
+    """
+    return Call(args, kwargs)
+
+
 def assert_compiles_once(
-    function: Callable[..., Any], *argument_sets: tuple[Any, ...], dynamic: bool | None = None
+    function: Callable[..., Any], *calls: tuple[Any, ...] | Call, dynamic: bool | None = None
 ) -> None:
-    """Compile for the first set of arguments and raise if any later one needs another compilation.
+    """Compile for the first call and raise if any later one needs another compilation.
 
     Args:
         function: a module or any function.
-        *argument_sets: positional arguments of one call, each; at least two.
+        *calls: what each call gets, at least two: a tuple of positional arguments, or a `call`.
         dynamic: as for `torch.compile`. With None, torch takes a size for constant until it changes: mark the
             dimension with `torch._dynamo.mark_dynamic`, or pass True, to ask for one graph for all sizes.
 
     Raises:
-        AssertionError: naming the call, and the argument or other guard at fault.
+        AssertionError: naming the call and what it was: an argument with its dtype, size, stride or value, an attribute
+            of the module, a global setting; with what that was at first and what it is now.
 
     Example:
         >>> layer = fullgraph.Linear(32, 8, recipe="fp8-current")
         >>> assert_compiles_once(layer, (torch.randn(4, 32),), (torch.randn(9, 32),), dynamic=True)
+        >>> assert_compiles_once(layer, (torch.randn(4, 32),), (torch.randn(9, 32),))
+        Traceback (most recent call last):
+        ...
+        AssertionError: Linear: call 2 recompiles because input.shape[0] was 4, is 9 ...
     """
-    if len(argument_sets) < 2:
-        raise AssertionError(f"two sets of arguments or more are needed, got {len(argument_sets)}")
+    if len(calls) < 2:
+        raise AssertionError(f"two calls or more are needed, got {len(calls)}")
     backend = GraphRecorder()
     run = torch.compile(isolated(function), backend=backend, fullgraph=True, dynamic=dynamic)
-    for number, args in enumerate(argument_sets, 1):
-        reason = recompile_reason(function, run, args, {})
+    for number, given in enumerate(calls, 1):
+        made = given if isinstance(given, Call) else Call(given, {})
+        with contextlib.ExitStack() as stack:
+            for context in made.contexts:
+                stack.enter_context(context)
+            reason = recompile_reason(function, run, made.args, dict(made.kwargs))
         if reason is not None:
             raise AssertionError(f"{_name(function)}: call {number} recompiles because {reason}")
 

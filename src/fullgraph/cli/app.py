@@ -73,6 +73,10 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Go on from this checkpoint.")
     ] = None,
+    statistics_every: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Sample what casts do to values in one step of N."),
+    ] = None,
 ) -> None:
     """Train a small byte-level GPT on real text, compiled with fullgraph=True."""
     from fullgraph.cli.train import TrainOptions, summary, train
@@ -93,6 +97,7 @@ def train(
                 save_every,
                 stop_after,
                 resume,
+                statistics_every,
             )
         )
     write_json(json, result)
@@ -100,6 +105,8 @@ def train(
     console.print(
         f"curves: {result['curve']}\nlog: {result['log']}", highlight=False, soft_wrap=True
     )
+    if result["statistics"] is not None:
+        console.print(f"statistics: {result['statistics']}", highlight=False, soft_wrap=True)
     if result["interrupted"]:
         console.print(f"interrupted after {result['steps']} of {result['requested_steps']} steps")
         raise typer.Exit(INTERRUPTED)

@@ -35,6 +35,7 @@ from fullgraph.errors import ConfigError
 from fullgraph.explain import ROUTES
 from fullgraph.nn import Linear, attach
 from fullgraph.recipes import Recipe, get
+from fullgraph.statistics import Statistics, collect_statistics, plot_statistics, read_statistics
 
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 2e-3
@@ -57,6 +58,7 @@ class TrainOptions:
         save_every: steps between two checkpoints; the last step is saved too.
         stop_after: the step to end after, for a while; None goes on to `steps`.
         resume: checkpoint to go on from; None begins anew.
+        statistics_every: sample what the casts of the first model do in one step of so many; None does not.
         size: of the model.
     """
 
@@ -71,6 +73,7 @@ class TrainOptions:
     save_every: int = 50
     stop_after: int | None = None
     resume: Path | None = None
+    statistics_every: int | None = None
     size: GPTSize = dataclasses.field(default_factory=GPTSize)
 
     @property
@@ -85,6 +88,8 @@ class TrainOptions:
             ConfigError: fewer than one step.
         """
         counts = {"steps": self.steps, "save-every": self.save_every, "stop-after": self.last_step}
+        if self.statistics_every is not None:
+            counts["statistics-every"] = self.statistics_every
         for name, count in counts.items():
             if count < 1:
                 raise ConfigError(
@@ -121,12 +126,17 @@ class Trainee:
         if recipe.scaling_rule_text:
             attach(self.optimizer, self.model)
         self.device_type = device.type
+        self.statistics: Statistics | None = None
+        self.sampled: set[bool] = (
+            set()
+        )  # whether there were steps of the one kind, and of the other
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
     def step(self, text: Tensor, target: Tensor) -> None:
         """Train on one batch."""
         start = time.perf_counter()
+        self.sampled.add(self.statistics is not None and self.statistics.is_sampling)
         with torch.autocast(self.device_type, dtype=torch.bfloat16):
             loss = self.compiled(text, target)
         loss.backward()
@@ -134,6 +144,8 @@ class Trainee:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
+        if self.statistics is not None:
+            self.statistics.step()
         value = loss.item()  # waits for the device, so the time is that of the whole step
         self.seconds.append(time.perf_counter() - start)
         self.losses.append(value)
@@ -167,12 +179,17 @@ class Trainee:
             "forward_nodes": len(self.recorder.forward),
             "backward_nodes": len(self.recorder.backward),
             "graph_breaks": len(self.recorder.breaks),
-            "recompiles": max(0, len(self.recorder.graphs) - len(self.recorder.breaks) - 1),
+            "recompiles": self._recompiles(),
             "gemms": self._routes(),
             "cold_seconds": self.seconds[0] if self.seconds else None,
             "step_seconds": step_seconds,
             "tokens_per_second": None if step_seconds is None else tokens / step_seconds,
         }
+
+    def _recompiles(self) -> int:
+        """Graphs beyond one for steps that are sampled and one for those that are not, and beyond graph breaks."""
+        expected = max(1, len(self.sampled))
+        return max(0, len(self.recorder.graphs) - len(self.recorder.breaks) - expected)
 
     def _routes(self) -> list[str]:
         """How the GEMMs in the compiled graphs run."""
@@ -224,7 +241,11 @@ def train(options: TrainOptions) -> dict[str, Any]:
     if resumed is not None:
         training.load(resumed)
     first_step = len(training.records) + 1
-    with Log(log_path) as log, _one_thread():
+    with (
+        Log(log_path) as log,
+        _one_thread(),
+        _statistics(options, trainees[0], first_step) as statistics,
+    ):
         interrupted = _run(training, log)
     done = log.num_records
     for trainee in trainees:  # an interruption may come before a step is logged
@@ -249,6 +270,7 @@ def train(options: TrainOptions) -> dict[str, Any]:
         "first_step": first_step,
         "interrupted": interrupted,
         "checkpoint": None if options.save is None else str(options.save),
+        "statistics": None if statistics is None else str(options.out / "statistics.jsonl"),
         "log": str(log_path),
         "curve": str(curve_path),
         **_measurements(trainees, BATCH_SIZE * options.size.context),
@@ -276,6 +298,24 @@ def _choose_compiler(device: torch.device) -> str:
         )
         return "aot_eager"
     return "inductor"
+
+
+@contextlib.contextmanager
+def _statistics(
+    options: TrainOptions, trainee: Trainee, first_step: int
+) -> Iterator[Statistics | None]:
+    """Collect statistics of a model while it trains, if that was asked for; then draw them, if there are any."""
+    if options.statistics_every is None:
+        yield None
+        return
+    path, picture = (writable(options.out / f"statistics.{ending}") for ending in ("jsonl", "png"))
+    with collect_statistics(
+        trainee.model, every=options.statistics_every, path=path, first_step=first_step
+    ) as trainee.statistics:
+        yield trainee.statistics
+    records = read_statistics(path)
+    if records:
+        plot_statistics(records, picture)
 
 
 @contextlib.contextmanager

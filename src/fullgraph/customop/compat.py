@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch._functorch import config as functorch_config
+from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
 
 
@@ -135,3 +136,36 @@ def is_in_backward() -> bool:
 def is_exporting() -> bool:
     """Whether `torch.export` traces this very call; under Dynamo of torch 2.11 the public function always says so."""
     return torch.compiler._is_exporting_flag
+
+
+def is_plain_call() -> bool:
+    """Whether nothing looks into this very call: no transform, no forward-mode AD, no TorchScript trace, no export.
+
+    In the path of every eager call, so written for speed.
+    """
+    return not (
+        _transforms_active()
+        or forward_ad._current_level >= 0
+        or _is_scripting()
+        or torch.compiler._is_exporting_flag
+    )
+
+
+_transforms_active = torch._C._are_functorch_transforms_active
+_is_scripting = torch._C._is_tracing
+
+
+def transform() -> str | None:
+    """The name of the innermost `torch.func` transform around this very call ("Vmap", "Grad", "Jvp"), or None."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return None if interpreter is None else interpreter.key().name
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode AD carries a tangent along with this tensor."""
+    return is_in_dual_level() and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def is_in_dual_level() -> bool:
+    """Whether this very call runs inside of `torch.autograd.forward_ad.dual_level`."""
+    return forward_ad._current_level >= 0

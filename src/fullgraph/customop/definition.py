@@ -74,6 +74,9 @@ class Definition:
             )
         for name in self.gradients:
             field = self.forward.get(name)
+            collects = field is not None and field.kind is FieldKind.CARRY
+            if collects and name not in self.handed_on:
+                continue  # a leaf that collects deferred calls
             if field is None or field.kind is not FieldKind.TENSOR:
                 kind = "no field" if field is None else f"a {field.kind.value} field"
                 raise ConfigError(

@@ -7,7 +7,6 @@ reported as what it means: the argument object with specs in place of tensors, a
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullgraph.customop import compat
+from fullgraph.customop.guards import Names, in_words
 from fullgraph.customop.lean import LeanOp
 from fullgraph.customop.op import defined_ops
 from fullgraph.customop.plan import Plan
@@ -199,32 +199,15 @@ def recompile_reason(
         kwargs: keyword arguments of the call.
 
     Returns:
-        The guards, with the names of the function's parameters; None if it did not recompile.
+        What changed, in the names of the function's parameters; None if it did not recompile.
     """
     message = compat.recompile_error(lambda: run_both_ways(compiled, args, kwargs))
     if message is None:
         return None
     # "- 0/0: <guard>   # <source line>", one for each compiled version, then perhaps a stack trace
     guards = re.findall(r"^ *- \d+/\d+: (.*?)(?:  +#.*)?$", message, re.MULTILINE)
-    names = _parameter_names(function, len(args))
-    text = "; ".join(dict.fromkeys(guards)) or message
-    text = re.sub(
-        r"(?:L\['args'\]|\bargs)\[(\d+)\]", lambda match: names.get(int(match[1]), match[0]), text
-    )
-    return re.sub(r"(?:L\['kwargs'\]|\bkwargs)\['(\w+)'\]", r"\1", text)
-
-
-def _parameter_names(function: Callable[..., Any], num_args: int) -> dict[int, str]:
-    """Position -> name of the parameter that takes it."""
-    target = function.forward if isinstance(function, torch.nn.Module) else function
-    names: dict[int, str] = {}
-    for parameter in inspect.signature(target).parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            first = len(names)
-            names |= {i: f"{parameter.name}[{i - first}]" for i in range(first, num_args)}
-        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names[len(names)] = parameter.name
-    return names
+    names = Names(function, args, kwargs)
+    return "; ".join(dict.fromkeys([in_words(guard, names) for guard in guards])) or message
 
 
 def run_both_ways(

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from fullgraph.customop import verify
+from fullgraph.customop import compat, verify
 from fullgraph.customop.fields import NEEDS, FieldKind, FieldTable
 from fullgraph.customop.plan import Pass, Plan, TensorSpec
 from fullgraph.customop.structured import code_of, flatten, is_parts
 from fullgraph.customop.token import CACHES, Construct, Slot, TensorSlot, encode, parse
+from fullgraph.customop.transforms import check_tangents, refuse_batches
 from fullgraph.errors import CompileError, ConfigError
 
 MAX_RESULTS = 16
@@ -253,6 +254,7 @@ class LeanOp:
         library.impl(name, real, "CompositeExplicitAutograd")
         # Always called where autograd does not record: spare it torch's fallback, which would look into that.
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        refuse_batches(library, name, self.name)
         torch.library.register_fake(f"{namespace}::{name}", kernel(self._fake), lib=library)
         packet = getattr(getattr(torch.ops, namespace), base)
         for device in AUTOCAST_DEVICES:
@@ -270,6 +272,8 @@ class LeanOp:
         mutated: Sequence[torch.Tensor] = (),
     ) -> Sequence[torch.Tensor]:
         flat = [*tensors, *mutated]
+        if compat.is_in_dual_level():
+            check_tangents(self.name, flat)
         key = (meta, flat[0].get_device(), *map(_shape_of, flat), *dyn)
         plan, arguments, collect = self._prepared.get(key) or self._prepare(key, flat, meta, dyn)
         results = self._execute(plan, arguments(flat, dyn))
@@ -288,8 +292,11 @@ class LeanOp:
             self._execute,
             verify.state,
         )
+        is_in_dual_level = compat.is_in_dual_level
 
         def pure(tensors: Sequence[torch.Tensor], meta: str) -> Sequence[torch.Tensor]:
+            if is_in_dual_level():
+                check_tangents(self.name, tensors)
             key = (meta, tensors[0].get_device(), *map(_shape_of, tensors))
             plan, arguments, collect = prepared.get(key) or prepare(key, tensors, meta, ())
             results = execute(plan, arguments(tensors, ()))

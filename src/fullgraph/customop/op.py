@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fullgraph._version import __version__
-from fullgraph.customop import compat, verify
+from fullgraph.customop import compat, transforms, verify
+from fullgraph.customop.deferred import DeferredCall, DeferredGradient
 from fullgraph.customop.definition import Definition
 from fullgraph.customop.fields import NEEDS, FieldKind, read_fields
 from fullgraph.customop.lean import TAGS, LeanCall, LeanOp, layout
@@ -64,10 +64,13 @@ class BackwardCall:
     Args:
         lean: the backward op; its pool is what the forward call kept, then the gradients of the outputs.
         places: for each tensor field of the forward arguments, which result is its gradient, if any.
+        deferred: for each tensor field whose gradient is a call: its position, the call's token, and name, positions
+            and form of the call's tensors, in the pool followed there by the results.
     """
 
     lean: LeanCall
     places: tuple[int | None, ...]
+    deferred: tuple[tuple[int, str, tuple[tuple[str, tuple[int, ...], Any], ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +163,7 @@ class CustomOp:
         self._function = _make_function(self)
         library.define(name + self._front_schema(), tags=TAGS)
         library.impl(name, self._front_kernel, "CompositeImplicitAutograd")
+        transforms.refuse_batches(library, name, self.name)
         self.front_op = getattr(getattr(torch.ops, namespace), name).default
         FRONTS[self.front_op] = self._front_kernel
 
@@ -271,6 +275,8 @@ class CustomOp:
 
     def apply(self, token: str, dyn: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> Any:
         """Run the op on a token, `Dyn` integers and the tensors in field order."""
+        if not compat.is_plain_call():
+            transforms.check_call(self.name, tensors)
         needs: tuple[str, ...] = ()
         if torch.is_grad_enabled():
             needs = tuple(
@@ -397,7 +403,7 @@ class CustomOp:
             kept=tuple(
                 [(n, form) for n, (_, form) in (*saved.items(), *state.items()) if form is not None]
             ),
-            changing=slots.all(*self._table.names(FieldKind.MUT, FieldKind.CARRY)),
+            changing=slots.all(*self._table.names(FieldKind.MUT), *self._definition.handed_on),
         )
 
     def _check_token(self, arguments: Any, token: str) -> None:
@@ -444,8 +450,19 @@ class CustomOp:
             )
             backward = self._prepare_backward(call, dyn, kept, gradients, needs)
             call.backwards[key] = backward
-        results = backward.lean([*kept, *gradients], dyn)
-        return [None if place is None else results[place] for place in backward.places]
+        pool = [*kept, *gradients]
+        results = backward.lean(pool, dyn)
+        found: list[Any] = [None if place is None else results[place] for place in backward.places]
+        if backward.deferred:
+            pool += results
+        for position, token, tensors in backward.deferred:
+            made = {
+                name: wrap(unflatten_like(form, iter([pool[i] for i in places])))
+                for name, places, form in tensors
+            }
+            anchor = pool[tensors[0][1][0]].new_empty(0, dtype=torch.float32)
+            found[position] = DeferredGradient((DeferredCall(token, made),), anchor)
+        return found
 
     def _prepare_backward(
         self,
@@ -475,26 +492,46 @@ class CustomOp:
         tensor_fields = table.names(FieldKind.TENSOR, FieldKind.MUT)
         fields.update({name: specs.get(name) for name in tensor_fields})
         plan = self._backward.plan(arguments)
-        wrong = [n for n, s in plan.results.items() if n not in needs or is_parts(s)] + list(
-            plan.saved
-        )
+        made = [n for n, s in plan.outputs.items() if s is not None]
+        wrong = [n for n in made if n not in needs or is_parts(plan.outputs[n])]
+        wrong += [n for n in plan.deferred if n not in needs or n in made]
+        if not plan.deferred:
+            wrong += list(plan.saved)
         if wrong:
             raise CompileError(
                 f"{self.name}: the backward plan has the results {wrong}, needed are {list(needs)}",
                 why="each result of the backward op is the plain gradient of a forward field that needs one",
                 do="look at `needs` in the plan and leave out what is not in it",
             )
-        results = list(plan.results)
+        results = _Slots(slots.count)
+        for name, spec in plan.results.items():
+            results.add(name, spec)
+        first = slots.count
         return BackwardCall(
             lean.call(
                 meta + layout(table, (code_of(specs.get(name)) for name in tensor_fields)),
-                len(results),
+                results.count - first,
                 slots.all(*table.names(FieldKind.TENSOR)),
                 slots.all(*table.names(FieldKind.MUT)),
                 dyn_places,
                 is_inference=False,
             ),
-            tuple([results.index(n) if n in results else None for n in self._tensor_names]),
+            tuple([results[n][0][0] - first if n in made else None for n in self._tensor_names]),
+            tuple(
+                [
+                    (
+                        self._tensor_names.index(name),
+                        token,
+                        tuple(
+                            [
+                                (field, *(results if source in plan.saved else slots)[source])
+                                for field, source in sources.items()
+                            ]
+                        ),
+                    )
+                    for name, (token, sources) in plan.deferred.items()
+                ]
+            ),
         )
 
 
@@ -571,24 +608,14 @@ def _make_function(op: CustomOp) -> type[torch.autograd.Function]:
             ctx.mark_non_differentiable(*[outputs[i] for i in call.without_gradient])
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def gradients_of_tensors(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         plain = [_plain_gradient(g) for g in gradients]
         if isinstance(op._backward, StraightThrough):
             return None, None, *[plain[0] if n in op._gradients else None for n in op._tensor_names]
+        transforms.check_backward(op.name)
         kept = [*ctx.saved_tensors, *ctx.state]
         wanted = ctx.needs_input_grad[2:]
         return None, None, *op.run_backward(ctx.call, ctx.dyn, kept, plain, wanted)
-
-    @once_differentiable
-    def once(ctx: Any, witness: torch.Tensor, *gradients: Any) -> Any:
-        """With a history that raises: torch makes one if any argument requires a gradient."""
-        return gradients_of_tensors(ctx, *gradients)
-
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        # Under create_graph=True a second derivative has to raise, not to be zero in silence.
-        if torch.is_grad_enabled():
-            return once(ctx, torch.empty(0, requires_grad=True), *gradients)
-        return gradients_of_tensors(ctx, *gradients)
 
     # Made by name, so that profiles and error messages show the op's.
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}

@@ -65,6 +65,9 @@ class Plan:
         saved_inputs: backward field -> forward field whose tensor is saved as it is.
         saved_outputs: backward field -> output that is saved as it is.
         values: constants for the backward pass, each for its `Planned` field of that name.
+        deferred: in the backward pass, forward field -> the call that is its gradient (`deferred.py`), as its token and
+            its tensors: field of that op's arguments -> a name in `saved`, or a field of the backward arguments, handed
+            over as it is. `saved` then holds results of the backward pass.
         decisions: anything `execute` wants to have decided; opaque to the framework.
     """
 
@@ -73,6 +76,7 @@ class Plan:
     saved_inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     saved_outputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    deferred: Mapping[str, tuple[str, Mapping[str, str]]] = dataclasses.field(default_factory=dict)
     decisions: Any = None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from types import TracebackType
 
@@ -9,9 +10,11 @@ import torch
 from torch import nn
 
 from fullgraph.customop import compat
+from fullgraph.customop.guards import PLACES
+from fullgraph.errors import ConfigError
 from fullgraph.recipes import BY_NAME, Recipe, resolve
 
-_LAST_RECIPE = "_last_recipe"
+_LAST_RUN = "_last_run"
 
 PLAIN = BY_NAME["bf16"]
 """The recipe outside of any autocast: plain high precision."""
@@ -27,6 +30,7 @@ class _State(threading.local):
 
 
 _STATE = _State()
+PLACES[f"{__name__}._STATE.stack"] = "the recipe of the enclosing fg.autocast"
 
 
 class autocast:
@@ -77,20 +81,65 @@ def recipe_of(layer: nn.Module, own: Recipe | None) -> Recipe:
     Args:
         layer: remembers the recipe of its last forward pass with gradients or in training mode, in eager mode.
         own: the recipe that it was constructed with, or None.
+
+    Raises:
+        ConfigError: the layer runs again, and it ran with two recipes.
     """
     if own is not None:
         return own
     if torch.compiler.is_compiling():  # a compiled graph holds its recomputation
         return current_recipe()
+    run = layer.__dict__.get(_LAST_RUN)
     if compat.is_in_backward():
         stack = _STATE.stack
         if stack is not None and stack[1]:
             return stack[0]
-        return layer.__dict__.get(_LAST_RECIPE, PLAIN)
+        return PLAIN if run is None else run.repeated(layer)
     recipe = current_recipe()
     if torch.is_grad_enabled() or layer.training:
-        layer.__dict__[_LAST_RECIPE] = recipe
+        layer.__dict__[_LAST_RUN] = _Run.after(run, layer, recipe)
     return recipe
+
+
+@dataclasses.dataclass
+class _Run:
+    """The last forward pass of a layer.
+
+    Args:
+        recipe: what it ran with.
+        versions: of its parameters then; once they change nothing before is run again.
+        earlier: what it ran with before, if that was another recipe and may still be run again.
+        is_repeated: whether it was run again since.
+    """
+
+    recipe: Recipe
+    versions: tuple[int, ...]
+    earlier: Recipe | None = None
+    is_repeated: bool = False
+
+    @classmethod
+    def after(cls, last: _Run | None, layer: nn.Module, recipe: Recipe) -> _Run:
+        """The run of `layer` with `recipe` that follows `last`."""
+        tensors = [p for p in layer._parameters.values() if p is not None]
+        versions = tuple([0 if p.is_inference() else p._version for p in tensors])
+        if last is None or last.is_repeated or last.versions != versions:
+            return cls(recipe, versions)
+        earlier = last.earlier if last.recipe == recipe else last.recipe
+        return cls(recipe, versions, earlier)
+
+    def repeated(self, layer: nn.Module) -> Recipe:
+        """The recipe with which the layer runs again."""
+        if self.earlier is not None:
+            raise ConfigError(
+                f"{type(layer).__name__}: it runs again in a backward pass, and before it ran with {self.earlier} "
+                f"and with {self.recipe}",
+                why="outside of its autocast, a layer that activation checkpointing runs again takes the recipe of its "
+                "last run, which need not be this one",
+                do="enter fullgraph.autocast inside of the function that is checkpointed, or give the layer a recipe "
+                "of its own; if one of the two runs was an evaluation, call model.eval() for it",
+            )
+        self.is_repeated = True
+        return self.recipe
 
 
 def current_recipe() -> Recipe:

@@ -9,11 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from fullgraph.customop import compat
-from fullgraph.errors import ConfigError
+from fullgraph.customop.deferred import DeferredGradient, no_calls, take
+from fullgraph.customop.token import encode, parse
+from fullgraph.errors import CompileError, ConfigError
 from fullgraph.formats import BOTH
 from fullgraph.nn.autocast import current_recipe, recipe_of
-from fullgraph.nn.scaling import HISTORY_KEY, SCALE_KEY, ScalingState
-from fullgraph.ops.linear import LinearArguments, linear_op, linear_token
+from fullgraph.nn.scaling import ScalingState, saved_state
+from fullgraph.nn.weights import WeightCache, check_main_grad, watch_deferred
+from fullgraph.ops.linear import (
+    DEFAULT_OPTIONS_TEXT,
+    LinearArguments,
+    LinearOptions,
+    Save,
+    WeightGradientArguments,
+    Wgrad,
+    linear_op,
+    linear_token,
+    weight_copies,
+    weight_gradient_op,
+)
+from fullgraph.ops.statistics import StatisticsBuffers
 from fullgraph.quantizers import quantize
 from fullgraph.random import draw_seed, order_of, prepare
 from fullgraph.recipes import Recipe, Role, resolve
@@ -66,9 +81,10 @@ def _linear(
     recipe: Recipe,
     layer_name: str,
     quantized_output: bool,
+    options_text: str = DEFAULT_OPTIONS_TEXT,
     **state: Any,
 ) -> Any:
-    """`linear`, with the state of delayed scaling as `LinearArguments` names it."""
+    """`linear`, with what a layer keeps as `LinearArguments` names it."""
     if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
         raise ConfigError(
             f"linear: input and weight must be tensors, got {type(input).__name__} and {type(weight).__name__}",
@@ -80,7 +96,7 @@ def _linear(
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     numerics_text, rule = recipe.numerics_text_of(layer_name), recipe.scaling_rule_text
-    token = linear_token(numerics_text, dtype, quantized_output, rule)
+    token = linear_token(numerics_text, dtype, quantized_output, rule, options_text)
     seed = draw_seed(input) if recipe.draws_forward else None
     order = None
     if recipe.draws_backward:
@@ -105,10 +121,13 @@ class Linear(nn.Linear):
         recipe: a recipe or its name; None takes the one of the enclosing `fg.autocast`, else plain high precision.
         quantized_weight: the weight Parameter itself is a `QuantizedTensor`; optimizers update it in place. It is
             made by the quantizer of the recipe, or by that of `fp8-current` where the recipe has none.
+        wgrad: what becomes of the gradient of the weight; None puts it into `weight.grad`.
+        save_input: what is kept of the input for the backward pass, where the forward pass quantizes it.
+        save_weight: what is kept of the weight, likewise.
         return_bias: return (output, bias) and leave the addition to the caller.
 
     Raises:
-        ConfigError: an unknown recipe, or a dtype that cannot be quantized.
+        ConfigError: an unknown recipe or option, or a dtype that cannot be quantized.
 
     Example:
         >>> layer = fullgraph.Linear(32, 8, recipe="fp8-current")
@@ -120,6 +139,11 @@ class Linear(nn.Linear):
     return_bias: bool
     layer_name: str
     scaling_state: ScalingState
+    wgrad: Wgrad
+    options_text: str
+    weight_caches: dict[str, WeightCache]
+    deferred_wgrad: DeferredGradient | None
+    statistics: StatisticsBuffers | None
 
     def __init__(
         self,
@@ -131,27 +155,58 @@ class Linear(nn.Linear):
         *,
         recipe: Recipe | str | None = None,
         quantized_weight: bool = False,
+        wgrad: Wgrad | None = None,
+        save_input: Save = Save.QUANTIZED,
+        save_weight: Save = Save.QUANTIZED,
         return_bias: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.configure(recipe, return_bias=return_bias)
+        self.configure(
+            recipe,
+            wgrad=wgrad,
+            save_input=save_input,
+            save_weight=save_weight,
+            return_bias=return_bias,
+        )
         if quantized_weight:
             quantizer = (self.recipe or current_recipe()).stored_quantizer(Role.WEIGHT)
             self.weight = nn.Parameter(quantize(self.weight.detach(), quantizer, BOTH))
 
     def configure(
-        self, recipe: Recipe | str | None, *, return_bias: bool = False, name: str = ""
+        self,
+        recipe: Recipe | str | None,
+        *,
+        wgrad: Wgrad | None = None,
+        save_input: Save = Save.QUANTIZED,
+        save_weight: Save = Save.QUANTIZED,
+        return_bias: bool = False,
+        name: str = "",
     ) -> None:
         """Set what `torch.nn.Linear` does not have. Parameters, scales and amaxes stay as they are.
 
         Args:
             recipe: see the class.
+            wgrad: see the class.
+            save_input: see the class.
+            save_weight: see the class.
             return_bias: see the class.
             name: what a `CustomRecipe` calls this layer.
+
+        Raises:
+            ConfigError: an unknown recipe or option.
         """
         self.recipe = None if recipe is None else resolve(recipe)
         self.return_bias = return_bias
         self.layer_name = name
+        self.wgrad = Wgrad() if wgrad is None else wgrad
+        options = LinearOptions(self.wgrad, save_input, save_weight)
+        self.options_text = encode(options, "Linear options")
+        self.weight_caches = {}
+        self.deferred_wgrad = None
+        self.statistics = None
+        if self.wgrad.deferred:
+            self.deferred_wgrad = no_calls(self.weight.device)
+            watch_deferred(self)
         if "scaling_state" not in self.__dict__:
             self.scaling_state = ScalingState(self.weight.device)
         prepare(self.weight.device)
@@ -176,14 +231,16 @@ class Linear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         self.scaling_state.follow(self.weight.device)
+        self.weight_caches = {}
+        if self.deferred_wgrad is not None and self.deferred_wgrad.device != self.weight.device:
+            self.deferred_wgrad = no_calls(self.weight.device)
         prepare(self.weight.device)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self.scaling_state.is_fresh:
-            for key in (SCALE_KEY, HISTORY_KEY):
-                destination[prefix + key] = getattr(self, key)
+        for key, value in saved_state(self).items():
+            destination[prefix + key] = value
 
     def _load_from_state_dict(
         self,
@@ -202,11 +259,19 @@ class Linear(nn.Linear):
         state.follow(self.weight.device)
         state.load_from(state_dict, prefix, missing_keys, unexpected_keys, error_msgs)
 
-    def forward(self, input: Tensor, *, quantized_output: bool = False) -> Any:
+    def forward(
+        self,
+        input: Tensor,
+        *,
+        is_first_microbatch: bool | None = None,
+        quantized_output: bool = False,
+    ) -> Any:
         """Apply the layer.
 
         Args:
             input: float32, bfloat16 or float16 [..., in_features], 1-D to any rank, any strides; or quantized.
+            is_first_microbatch: True quantizes the weight and keeps its copies, in buffers of this layer; False uses
+                what True kept, for the other microbatches of a step; None neither. The result is the same.
             quantized_output: return a `QuantizedTensor`, differentiable.
 
         Returns:
@@ -215,19 +280,112 @@ class Linear(nn.Linear):
 
         Raises:
             ShapeError: the last dimension is not in_features.
+            ConfigError: `is_first_microbatch=False` before any True, or after a change of the weight (which is
+                noticed in eager mode only); or `into_main_grad` without a fitting `weight.main_grad`.
         """
         bias = None if self.return_bias else self.bias
         recipe = recipe_of(self, self.recipe)
+        gradient = self._weight_gradient()
         output = _linear(
             input,
-            self.weight,
+            # Or hooks of the weight would run in the backward pass, without a gradient.
+            self.weight.detach() if "deferred" in gradient else self.weight,
             bias,
             recipe=recipe,
             layer_name=self.layer_name,
             quantized_output=quantized_output,
+            options_text=self.options_text,
             **self._scaling(recipe.scaling_rule_text),
+            **self._weight_copies(is_first_microbatch, recipe.numerics_text_of(self.layer_name)),
+            **gradient,
+            **self._statistics(),
         )
         return (output, self.bias) if self.return_bias else output
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradient that the oldest backward pass left, with `wgrad=Wgrad(deferred=True)`.
+
+        It is added to `weight.grad`, or to `weight.main_grad`, and hooks of the weight run.
+
+        Raises:
+            ConfigError: the layer defers nothing, or no backward pass has left anything.
+        """
+        if self.deferred_wgrad is None:
+            raise ConfigError(
+                "Linear: backward_dw() of a layer that does not defer its weight gradient",
+                why="its backward pass has computed it already",
+                do="construct the layer with wgrad=fullgraph.Wgrad(deferred=True), or do not call this",
+            )
+        call = take(self.deferred_wgrad)
+        if call is None:
+            raise ConfigError(
+                "Linear: backward_dw() has nothing to compute",
+                why="each backward pass leaves one weight gradient, and it has been taken already",
+                do="call backward_dw() once for each backward pass, after it",
+            )
+        main_grad: Any = None
+        if self.wgrad.into_main_grad:
+            self._check_main_grad()
+            main_grad = self.weight.main_grad
+        arguments = WeightGradientArguments(main_grad=main_grad, **call.tensors)
+        grad = weight_gradient_op(arguments, token=call.token)
+        if main_grad is None or self.wgrad.placeholder_grad:
+            torch.autograd.backward(self.weight, grad)
+
+    def _weight_gradient(self) -> dict[str, Any]:
+        """Where the op puts the gradient of the weight, if not into `weight.grad`."""
+        wanted = torch.is_grad_enabled() and self.weight.requires_grad
+        if not wanted or compat.is_exporting():
+            return {}
+        if self.wgrad.into_main_grad:
+            self._check_main_grad()
+        if self.wgrad.deferred:
+            return {"deferred": self.deferred_wgrad}
+        return {"main_grad": self.weight.main_grad} if self.wgrad.into_main_grad else {}
+
+    @torch.compiler.assume_constant_result
+    def _check_main_grad(self) -> None:
+        """Refuse a main_grad that does not fit. Dynamo, which cannot raise our errors, calls this while it traces."""
+        check_main_grad(self.weight)
+
+    def _weight_copies(self, is_first: bool | None, numerics_text: str) -> dict[str, Any]:
+        """The kept copies of the weight: to be written, or to be read."""
+        if is_first is None or isinstance(self.weight, QuantizedTensor):
+            return {}
+        if not self._has_weight_cache(is_first, numerics_text):
+            return {}
+        cache = self.weight_caches[numerics_text]
+        if not torch.compiler.is_compiling():
+            cache.note(self.weight) if is_first else cache.check(self.weight)
+        return {"weight_cache" if is_first else "cached_weight": cache.quantized}
+
+    @torch.compiler.assume_constant_result
+    def _has_weight_cache(self, is_first: bool, numerics_text: str) -> bool:
+        """Whether a recipe quantizes the weight; the first microbatch makes the buffers.
+
+        Dynamo calls this while it traces, so that the buffers exist before the graph that uses them: they are inputs
+        of it, with stable addresses, and no warm-up call is needed.
+        """
+        if self.weight_caches.get(numerics_text) is not None:
+            return True
+        if weight_copies(parse(f"numerics={numerics_text}")["numerics"]) is None:
+            return False
+        if not is_first:
+            raise ConfigError(
+                "Linear: is_first_microbatch=False, but there has been no first microbatch",
+                why="it uses the quantized weight that the first microbatch kept",
+                do="pass is_first_microbatch=True to the first microbatch of each step",
+            )
+        self.weight_caches[numerics_text] = WeightCache(self.weight.detach(), numerics_text)
+        return True
+
+    def _statistics(self) -> dict[str, Any]:
+        """The rows that the op records into, while somebody collects them."""
+        rows = self.statistics
+        if rows is None:
+            return {}
+        backward = rows.backward if torch.is_grad_enabled() else None
+        return {"forward_statistics": rows.forward, "backward_statistics": backward}
 
     def _scaling(self, rule: str) -> dict[str, Any]:
         """What the op gets of the state: nothing without delayed scaling, and only scales where nothing is trained."""
@@ -245,6 +403,13 @@ class Linear(nn.Linear):
             "backward_scale": state.backward_scale,
             "backward_amax": state.backward_amax if trains else None,
         }
+
+    def __prepare_scriptable__(self) -> Any:
+        raise CompileError(
+            "Linear: torch.jit.script is not supported",
+            why="recipes, tokens and tensor classes are Python, and TorchScript has none",
+            do="use torch.export.export",
+        )
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""

@@ -24,6 +24,13 @@ HISTORY_KEY = "fp8_amax_history"
 _last_load: list[Any] = [None]
 """The list of missing keys of the last load that warned; all layers of one load are given the same list."""
 
+_NO_SCALES = (
+    "Why: the model that it was saved from did not use delayed scaling, or its recipe came from an autocast and the "
+    "state_dict that was saved, or that was loaded into, was made outside of it before the first step.\n"
+    "Do: nothing, if it is a checkpoint in high precision: a few steps make new scales. To resume exactly, save and "
+    'load inside of the autocast, or give the model its recipe first: fullgraph.convert(model, "fp8-delayed").'
+)
+
 
 class ScalingState:
     """Scales and amaxes of one layer. Made by `fg.Linear`, as its attribute `scaling_state`.
@@ -41,10 +48,13 @@ class ScalingState:
             weight, output, grad_output. None while there is no rule, which says how many rows there are.
         rule: the encoded `ScalingRule` of the layer's recipe, or of the last one it ran with; "" without delayed
             scaling.
+        without_scales: the list of missing keys of the load that brought the weights of a layer without a rule, and
+            no scales; it matters if the layer gets a rule.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.rule = ""
+        self.without_scales: list[str] | None = None
         self._start(device, None)
 
     def _start(self, device: torch.device, rows: int | None) -> None:
@@ -93,8 +103,12 @@ class ScalingState:
     def set_rule(self, rule: str) -> None:
         """Take a rule, and make the history as long as it says: the newest rows stay, missing ones are zeros."""
         self.rule = rule
-        if rule:
-            self._resize(parse(f"rule={rule}")["rule"].history_length - 1)
+        if not rule:
+            return
+        self._resize(parse(f"rule={rule}")["rule"].history_length - 1)
+        if self.without_scales is not None:
+            _warn_of_a_fresh_start(self.without_scales, f"{SCALE_KEY} and {HISTORY_KEY}")
+            self.without_scales = None
 
     def _resize(self, rows: int) -> None:
         old = self.amax_history
@@ -108,6 +122,7 @@ class ScalingState:
 
     def reset(self) -> None:
         """Forget everything but the rule, in place."""
+        self.without_scales = None
         with torch.no_grad():
             for scales in (self.forward_scale, self.backward_scale):
                 scales.fill_(1.0)
@@ -159,7 +174,8 @@ class ScalingState:
     ) -> None:
         """The part of a layer's `_load_from_state_dict` that concerns this state.
 
-        A checkpoint without it is no error: delayed scaling then starts anew, and a warning says so, once a load.
+        A checkpoint without it is no error: delayed scaling then starts anew, and a warning says so, once a load. A
+        layer that learns only later, from an autocast, that it has delayed scaling warns then.
 
         Warns:
             UserWarning: a layer with delayed scaling is loaded from a checkpoint without scales.
@@ -168,27 +184,79 @@ class ScalingState:
         for key in keys:
             if key in unexpected_keys:
                 unexpected_keys.remove(key)
-        scales, history = [state_dict.get(key) for key in keys]
-        if scales is not None and history is not None:
-            if tuple(scales.shape) == (len(SLOTS),) and history.shape[1:] == scales.shape:
-                self.load(scales, history)
+        present = [key in state_dict for key in keys]
+        if any(present):
+            wrong = _what_is_wrong(keys, [state_dict.get(key) for key in keys])
+            if wrong is not None:
+                error_msgs.append(wrong)
+            elif not state_dict[keys[0]].is_meta:
+                self.load(*[state_dict[key] for key in keys])
+            self.without_scales = None
+        elif f"{prefix}weight" in state_dict:
+            if self.rule or not self.is_fresh:
+                self.reset()
+                _warn_of_a_fresh_start(missing_keys, f"{keys[0]} and {keys[1]}")
             else:
-                error_msgs.append(
-                    f"{keys[0]} and {keys[1]} must be [{len(SLOTS)}] and [history_length, {len(SLOTS)}], "
-                    f"got {describe(scales)} and {describe(history)}"
-                )
-        elif f"{prefix}weight" in state_dict and (self.rule or not self.is_fresh):
-            self.reset()
-            if _last_load[0] is not missing_keys:
-                _last_load[0] = missing_keys
-                warnings.warn(
-                    f"the checkpoint has no scales for delayed scaling ({keys[0]} and {keys[1]}); they start anew.\n"
-                    "Why: it was saved before the model ran with delayed scaling.\n"
-                    "Do: nothing, if that is so: a few steps make new ones. To resume exactly, load a checkpoint that "
-                    "was saved after a step.",
-                    UserWarning,
-                    stacklevel=2,
-                )
+                self.without_scales = missing_keys
+
+
+def _what_is_wrong(keys: list[str], values: list[Any]) -> str | None:
+    """Why this cannot be the state of a layer, in the words of `load_state_dict`; None if it can."""
+    what = (
+        f"{keys[0]} and {keys[1]} must be float32 [{len(SLOTS)}] and [history_length, {len(SLOTS)}]"
+    )
+    scales, history = values
+    if not (isinstance(scales, Tensor) and isinstance(history, Tensor)):
+        return f"{what}, got {_describe(scales)} and {_describe(history)}"
+    fits = tuple(scales.shape) == (len(SLOTS),) and history.dim() == 2 and len(history) > 0
+    if (
+        not fits
+        or history.shape[1:] != scales.shape
+        or {scales.dtype, history.dtype} != {torch.float32}
+    ):
+        return f"{what}, got {describe(scales)} and {describe(history)}"
+    if scales.is_meta or history.is_meta:
+        return None
+    if not ((scales > 0) & scales.isfinite()).all():
+        return f"{keys[0]} must hold finite positive numbers, got {scales.tolist()}"
+    if not (history >= 0).all():
+        return f"{keys[1]} must hold amaxes, no number of which is negative or NaN"
+    return None
+
+
+def _describe(value: Any) -> str:
+    return describe(value) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _warn_of_a_fresh_start(load: list[str], keys: str) -> None:
+    """Say, once for all layers of a load, that delayed scaling starts anew."""
+    if _last_load[0] is load:
+        return
+    _last_load[0] = load
+    warnings.warn(
+        f"the checkpoint has no scales for delayed scaling ({keys}); they start anew.\n{_NO_SCALES}",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def saved_state(layer: Any) -> dict[str, Tensor]:
+    """What delayed scaling adds to the state_dict of a layer: scales and amaxes, used or not; copies.
+
+    It depends on the recipe alone, so that a fresh model asks for the same entries as a trained one has. A layer that
+    takes its recipe from an autocast adds them once it ran, or while it is inside of one.
+
+    Args:
+        layer: with a `scaling_state`.
+
+    Returns:
+        The entries by name; none without delayed scaling.
+    """
+    _find_rule(layer)
+    state: ScalingState = layer.scaling_state
+    if not state.rule and state.is_fresh:
+        return {}
+    return {SCALE_KEY: state.scales(), HISTORY_KEY: state.history()}
 
 
 def update_scales(model: nn.Module, *, group: Any = None) -> None:
@@ -321,9 +389,9 @@ def _find_rule(layer: Any) -> None:
     if layer.recipe is not None:
         return
     state = layer.scaling_state
-    rule = (
-        scaling.used_rule(state.forward_scale) or state.rule or current_recipe().scaling_rule_text
-    )
+    has_data = state.device.type != "meta" and type(state.forward_scale) is Tensor
+    used = scaling.used_rule(state.forward_scale) if has_data else ""
+    rule = used or state.rule or current_recipe().scaling_rule_text
     if rule != state.rule:
         state.set_rule(rule)
 
