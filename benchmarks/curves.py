@@ -1,6 +1,7 @@
 """Loss curves of `fullgraph train`, every recipe over bf16: the numbers and the picture of the documentation.
 
-    python -m benchmarks curves [--recipes bf16 nvfp4 ...] [--steps N] [--device D] [--out DIR] [--draw-only]
+    python -m benchmarks curves [--recipes bf16 nvfp4 ...] [--size 100m] [--steps N] [--device D] [--out DIR]
+        [--draw-only]
 
 Each recipe trains the GPT of `fullgraph train` from the same weights on the same batches, one after the other, as
 `fullgraph train --recipe R --compare bf16` does with two at a time. `loss.json` is complete after each of them, and
@@ -20,12 +21,24 @@ import torch
 
 from benchmarks.timing import environment
 from fullgraph.cli.curves import smoothed
+from fullgraph.cli.gpt import SIZES
 from fullgraph.cli.train import TrainOptions, train
 from fullgraph.recipes import BY_NAME
 
 BASELINE = "bf16"
 DIGITS = 4
-KEPT = ("steps", "num_parameters", "text_bytes", "compiler", "device", "seed")
+KEPT = (
+    "steps",
+    "num_parameters",
+    "text_bytes",
+    "compiler",
+    "device",
+    "seed",
+    "recompiles",
+    "graph_breaks",
+    "forward_nodes",
+    "backward_nodes",
+)
 
 
 def main(arguments: list[str]) -> None:
@@ -35,7 +48,7 @@ def main(arguments: list[str]) -> None:
     file = options.out / "loss.json"
     results = json.loads(file.read_text()) if file.exists() else {"runs": {}}
     for recipe in () if options.draw_only else options.recipes:
-        results["runs"][recipe] = run(recipe, options.steps, options.device)
+        results["runs"][recipe] = run(recipe, options.steps, options.device, options.size)
         file.write_text(_as_json(results))
     runs = {name: results["runs"][name] for name in BY_NAME if name in results["runs"]}
     if BASELINE in runs:
@@ -47,17 +60,20 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks curves", description=__doc__)
     parser.add_argument("--recipes", nargs="*", default=list(BY_NAME), choices=list(BY_NAME))
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--size", default="small", choices=list(SIZES))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/curves"))
     parser.add_argument("--draw-only", action="store_true", help="only draw what is there")
     return parser.parse_args(arguments)
 
 
-def run(recipe: str, steps: int, device: str) -> dict[str, Any]:
+def run(recipe: str, steps: int, device: str, size: str) -> dict[str, Any]:
     """Train in one recipe; what is kept of the result."""
     torch._dynamo.reset()
     with tempfile.TemporaryDirectory() as out:
-        options = TrainOptions(recipe, steps=steps, device=device, out=pathlib.Path(out))
+        options = TrainOptions(
+            recipe, steps=steps, device=device, out=pathlib.Path(out), size=SIZES[size]
+        )
         result = train(options)
     if result["interrupted"]:
         raise KeyboardInterrupt

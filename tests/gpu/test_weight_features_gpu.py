@@ -9,7 +9,11 @@ from torch._dynamo.utils import counters
 import fullgraph as fg
 from linear_cases import assert_same_results, batch, same_random_numbers, state_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::fullgraph.errors.EmulationWarning"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA"),
+]
 
 K, N = 256, 384
 MICROBATCHES, STEPS = 3, 4
@@ -30,8 +34,13 @@ def train(layer, function, feature, in_flight):
     """A few steps of equal microbatches; every output, gradient and state, by name."""
     data = [batch(64, K, N, device="cuda") for _ in range(MICROBATCHES)]
     main_grad = getattr(layer.weight, "main_grad", None)
+    for (
+        parameter
+    ) in layer.parameters():  # to be added to: torch would keep memory of a graph instead
+        parameter.grad = torch.zeros_like(parameter)
     results = {}
     for step in range(STEPS):
+        torch.compiler.cudagraph_mark_step_begin()
         flying = []
 
         def finish(step=step, flying=flying):
@@ -60,7 +69,7 @@ def train(layer, function, feature, in_flight):
             layer.weight.sub_(gradient.to(layer.weight.dtype) * 10)
             if main_grad is not None:
                 main_grad.zero_()
-        layer.zero_grad()
+        layer.zero_grad(set_to_none=False)
         if layer.scaling_state.rule:
             fg.update_scales(layer)
     return results | state_of(layer)
@@ -91,8 +100,9 @@ def test_high_precision_adds_inside_of_the_gemm(dtype):
     wgrad = fg.Wgrad(into_main_grad=True)
     layer = fg.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16, recipe="bf16", wgrad=wgrad)
     layer.weight.main_grad = torch.randn(4096, 4096, device="cuda", dtype=dtype)
-    before = layer.weight.main_grad.clone()
     x, grad_output = batch(512, 4096, 4096, device="cuda")
+    layer(x).backward(grad_output)  # workspaces
+    before = layer.weight.main_grad.clone()
     output = layer(x)
     torch.cuda.synchronize()
     start = torch.cuda.memory_allocated()

@@ -77,9 +77,12 @@ def train(
         int | None,
         typer.Option(metavar="N", help="Sample what casts do to values in one step of N."),
     ] = None,
+    size: Annotated[
+        str, typer.Option(help="Of the model: small, or 100m for 100 million parameters.")
+    ] = "small",
 ) -> None:
     """Train a small byte-level GPT on real text, compiled with fullgraph=True."""
-    from fullgraph.cli.train import TrainOptions, summary, train
+    from fullgraph.cli.train import TrainOptions, size_of, summary, train
 
     with refusals():
         if json is not None:
@@ -98,6 +101,7 @@ def train(
                 stop_after,
                 resume,
                 statistics_every,
+                size_of(size),
             )
         )
     write_json(json, result)

@@ -22,12 +22,21 @@ class GPTSize:
         num_heads: attention heads; divides `features`.
         features: width of the residual stream.
         context: longest sequence in bytes.
+        learning_rate: the highest of the schedule.
     """
 
     num_layers: int = 4
     num_heads: int = 4
     features: int = 128
     context: int = 128
+    learning_rate: float = 2e-3
+
+
+SIZES = {
+    "small": GPTSize(),
+    "100m": GPTSize(num_layers=14, num_heads=12, features=768, context=1024, learning_rate=6e-4),
+}
+"""Sizes by the name that the command line knows; the larger one has about 100 million parameters."""
 
 
 class Block(nn.Module):

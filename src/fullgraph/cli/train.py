@@ -27,7 +27,7 @@ from fullgraph._version import __version__
 from fullgraph.cli import checkpoint
 from fullgraph.cli.curves import Log, draw, smoothed
 from fullgraph.cli.device import cpp_compiler, find_device
-from fullgraph.cli.gpt import GPT, GPTSize
+from fullgraph.cli.gpt import GPT, SIZES, GPTSize
 from fullgraph.cli.output import console, writable
 from fullgraph.cli.text import Batches, read_text
 from fullgraph.customop.graphs import GraphRecorder, isolated
@@ -38,7 +38,6 @@ from fullgraph.recipes import Recipe, get
 from fullgraph.statistics import Statistics, collect_statistics, plot_statistics, read_statistics
 
 BATCH_SIZE = 8
-PEAK_LEARNING_RATE = 2e-3
 LINES_WITHOUT_TERMINAL = 12
 """Lines of progress in all where there is no terminal to draw a bar on."""
 
@@ -118,7 +117,10 @@ class Trainee:
             isolated(self.model), backend=self.recorder, fullgraph=True, dynamic=False
         )
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
+            self.model.parameters(),
+            lr=options.size.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, options.steps)
@@ -204,6 +206,23 @@ def learning_rate_factor(step: int, steps: int) -> float:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def size_of(name: str) -> GPTSize:
+    """The size of this name.
+
+    Args:
+        name: a key of `SIZES`.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in SIZES:
+        raise ConfigError(
+            f"--size must be one of {', '.join(SIZES)}, got {name!r}",
+            do="choose one of these",
+        )
+    return SIZES[name]
 
 
 def train(options: TrainOptions) -> dict[str, Any]:

@@ -387,6 +387,9 @@ def plan_backward(a: Any) -> Plan:
 def backward(plan: Plan, a: Any) -> dict[str, Any]:
     """Execute a backward plan on `LinearBackwardArguments` of tensors and parts."""
     numerics, decisions = a.numerics, plan.decisions
+    if "grad_output" in decisions.copies and a.grad_output.dtype == torch.float16:
+        # An FP8 cast makes infinity finite, which would hide an overflow from a gradient scaler. NaN stays.
+        a.grad_output = a.grad_output.nan_to_num(math.nan, math.nan, math.nan)
     grad_output = as_matrix(a.grad_output)
     state = NO_STATE
     if "grad_output" in decisions.copies:
@@ -416,6 +419,9 @@ def backward(plan: Plan, a: Any) -> dict[str, Any]:
         else:
             grad = grad_output.to(a.output_dtype) @ _plain(weight, a.output_dtype)
         results["input"] = grad.to(a.input_dtype).view(plan.outputs["input"].shape)
+        del weight, grad
+        if decisions.gemms.get("wgrad") is not None:  # the rest is memory that wgrad can have
+            quantized = quantized.only(COLUMNWISE)
     if "wgrad" in decisions.gemms:
         input = _quantized("input", a, decisions, layout, _forward_state(a, 0))
         made = {"grad_output": quantized, "input": input}
