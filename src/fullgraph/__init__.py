@@ -25,6 +25,7 @@ from fullgraph.nn import (
     attach,
     autocast,
     linear,
+    make_weight_caches,
     save_linears,
     update_scales,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "errors",
     "explain",
     "linear",
+    "make_weight_caches",
     "plot_statistics",
     "quantize",
     "read_statistics",

@@ -16,14 +16,27 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullgraph.errors import ConfigError
-from fullgraph.nn import Linear
+from fullgraph.nn import Linear, Save, Wgrad
+from fullgraph.ops.linear import DEFAULT_OPTIONS, LinearOptions
 from fullgraph.recipes import Recipe, resolve
 from fullgraph.tables import table
 from fullgraph.tensor import HIGH_PRECISION, QuantizedTensor
 
 Filter = Callable[[str, nn.Linear], Any]
 
-_OWN_ATTRIBUTES = ("recipe", "return_bias", "layer_name", "scaling_state")
+_OWN_ATTRIBUTES = (
+    "recipe",
+    "return_bias",
+    "layer_name",
+    "scaling_state",
+    "wgrad",
+    "save_input",
+    "save_weight",
+    "options_text",
+    "weight_caches",
+    "deferred_wgrad",
+    "statistics",
+)
 """What `fg.Linear.configure` sets."""
 
 
@@ -101,7 +114,13 @@ class ConversionReport:
 
 
 def convert(
-    model: nn.Module, recipe: Recipe | str | None, *, filter: Filter | None = None
+    model: nn.Module,
+    recipe: Recipe | str | None,
+    *,
+    filter: Filter | None = None,
+    wgrad: Wgrad | None = None,
+    save_input: Save | None = None,
+    save_weight: Save | None = None,
 ) -> ConversionReport:
     """Turn the `torch.nn.Linear` layers of a model into `fg.Linear`, in place.
 
@@ -112,12 +131,15 @@ def convert(
         model: any module, itself a linear layer or not.
         recipe: a recipe or its name; None lets the layers follow the enclosing `fg.autocast`.
         filter: (name, layer) -> whether to convert it; for all layers if None.
+        wgrad: see `fg.Linear`; None leaves an `fg.Linear` as it is.
+        save_input: likewise.
+        save_weight: likewise.
 
     Returns:
         What became of every linear layer.
 
     Raises:
-        ConfigError: `model` is no module, `filter` is not callable, or the recipe is unknown.
+        ConfigError: `model` is no module, `filter` is not callable, or a recipe or option is unknown.
 
     Example:
         >>> model = torch.nn.Sequential(
@@ -154,9 +176,29 @@ def convert(
     if resolved is not None:
         for name, _ in chosen:
             resolved.numerics_text_of(name)  # may raise: before anything is changed
+    options = {"wgrad": wgrad, "save_input": save_input, "save_weight": save_weight}
+    given = {option: value for option, value in options.items() if value is not None}
+    LinearOptions(**{**DEFAULT_OPTIONS.__dict__, **given})  # may raise, likewise
     for name, layer in chosen:
-        _apply(layer, name, resolved)
+        _apply(layer, name, resolved, given)
+    _leave_fast_paths(model)
     return report
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """Have transformer encoders call their linear layers.
+
+    In inference `nn.TransformerEncoderLayer` hands the weights of its linear layers to one fused op of torch's, in high
+    precision. The attribute that says which activation that op is to use says that there is none.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            if isinstance(module.linear1, Linear) or isinstance(module.linear2, Linear):
+                module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder) and any(
+            isinstance(layer, Linear) for layer in module.modules()
+        ):
+            module.use_nested_tensor = False  # only the fused op takes them
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -204,9 +246,10 @@ def _dtype(layer: nn.Linear) -> str:
     return str(layer.weight.dtype).removeprefix("torch.")
 
 
-def _apply(layer: nn.Linear, name: str, recipe: Recipe | None) -> None:
+def _apply(layer: nn.Linear, name: str, recipe: Recipe | None, options: dict[str, Any]) -> None:
     if isinstance(layer, Linear):
-        layer.configure(recipe, return_bias=layer.return_bias, name=name)
+        kept = {option: getattr(layer, option) for option in DEFAULT_OPTIONS.__dict__}
+        layer.configure(recipe, return_bias=layer.return_bias, name=name, **{**kept, **options})
         return
     layer.__class__ = Linear
-    layer.configure(recipe, name=name)  # type: ignore[attr-defined]
+    layer.configure(recipe, name=name, **options)  # type: ignore[attr-defined]

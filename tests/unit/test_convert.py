@@ -250,3 +250,18 @@ def test_a_factory_that_fails_changes_nothing():
     with pytest.raises(ConfigError, match="the factory returned None for input of 1"):
         fg.convert(model, fg.recipes.CustomRecipe(factory))
     assert all(type(layer) is nn.Linear for layer in model)
+
+
+def test_options_of_layers():
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32))
+    convert(model, "fp8-current", save_weight=fg.Save.ORIGINAL)
+    convert(model, "mxfp8", wgrad=fg.Wgrad(deferred=True), filter=lambda name, _: name == "2")
+    first, _, last = model
+    assert (first.save_weight, first.wgrad) == (fg.Save.ORIGINAL, fg.Wgrad())
+    assert (last.save_weight, last.wgrad) == (fg.Save.ORIGINAL, fg.Wgrad(deferred=True))
+    assert "save_weight=Save.ORIGINAL, " not in repr(first)
+    assert repr(first).endswith("save_weight=Save.ORIGINAL)")
+    assert "wgrad=Wgrad(into_main_grad=False, deferred=True" in repr(last)
+    with pytest.raises(ConfigError, match="save_input must be a fullgraph.Save"):
+        convert(model, "bf16", save_input="original")
+    assert first.recipe == Float8CurrentScaling()

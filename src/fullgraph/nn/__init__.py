@@ -6,6 +6,7 @@ from fullgraph.nn.checkpoint import LINEAR_OPS as LINEAR_OPS
 from fullgraph.nn.checkpoint import save_linears as save_linears
 from fullgraph.nn.linear import Linear as Linear
 from fullgraph.nn.linear import linear as linear
+from fullgraph.nn.linear import make_weight_caches as make_weight_caches
 from fullgraph.nn.scaling import ScalingState as ScalingState
 from fullgraph.nn.scaling import attach as attach
 from fullgraph.nn.scaling import update_scales as update_scales

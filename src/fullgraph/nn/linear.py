@@ -17,6 +17,7 @@ from fullgraph.nn.autocast import current_recipe, recipe_of
 from fullgraph.nn.scaling import ScalingState, saved_state
 from fullgraph.nn.weights import WeightCache, check_main_grad, watch_deferred
 from fullgraph.ops.linear import (
+    DEFAULT_OPTIONS,
     DEFAULT_OPTIONS_TEXT,
     LinearArguments,
     LinearOptions,
@@ -140,6 +141,8 @@ class Linear(nn.Linear):
     layer_name: str
     scaling_state: ScalingState
     wgrad: Wgrad
+    save_input: Save
+    save_weight: Save
     options_text: str
     weight_caches: dict[str, WeightCache]
     deferred_wgrad: DeferredGradient | None
@@ -199,6 +202,7 @@ class Linear(nn.Linear):
         self.return_bias = return_bias
         self.layer_name = name
         self.wgrad = Wgrad() if wgrad is None else wgrad
+        self.save_input, self.save_weight = save_input, save_weight
         options = LinearOptions(self.wgrad, save_input, save_weight)
         self.options_text = encode(options, "Linear options")
         self.weight_caches = {}
@@ -350,7 +354,7 @@ class Linear(nn.Linear):
 
     def _weight_copies(self, is_first: bool | None, numerics_text: str) -> dict[str, Any]:
         """The kept copies of the weight: to be written, or to be read."""
-        if is_first is None or isinstance(self.weight, QuantizedTensor):
+        if is_first is None or isinstance(self.weight, QuantizedTensor) or compat.is_exporting():
             return {}
         if not self._has_weight_cache(is_first, numerics_text):
             return {}
@@ -413,5 +417,44 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
-        quantized = ", quantized_weight=True" if isinstance(self.weight, QuantizedTensor) else ""
-        return f"{super().extra_repr()}, recipe={self.recipe}{quantized}"
+        shown = [super().extra_repr(), f"recipe={self.recipe}"]
+        if isinstance(self.weight, QuantizedTensor):
+            shown.append("quantized_weight=True")
+        for option, default in DEFAULT_OPTIONS.__dict__.items():
+            if getattr(self, option) != default:
+                shown.append(f"{option}={getattr(self, option)}")
+        return ", ".join(shown)
+
+
+def make_weight_caches(model: nn.Module) -> int:
+    """Make the buffers of `is_first_microbatch` for every layer of a model at once.
+
+    The first microbatch makes those of its layer, so this is needed only where layers share one compiled graph (regional
+    compilation): a layer without buffers would be compiled anew for them.
+
+    Args:
+        model: any module; its `fg.Linear` layers use their own recipe, or that of the enclosing `fg.autocast`.
+
+    Returns:
+        How many layers have them now; those that do not quantize their weight have none.
+
+    Raises:
+        ConfigError: `model` is no module.
+
+    Example:
+        >>> model = torch.nn.Sequential(fullgraph.Linear(32, 8, recipe="mxfp8"), torch.nn.ReLU())
+        >>> fullgraph.make_weight_caches(model)
+        1
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"make_weight_caches: a torch.nn.Module is needed, got {type(model).__name__}",
+            why="the buffers belong to its layers",
+            do="pass the model",
+        )
+    count = 0
+    for layer in model.modules():
+        if isinstance(layer, Linear) and not isinstance(layer.weight, QuantizedTensor):
+            recipe = current_recipe() if layer.recipe is None else layer.recipe
+            count += layer._has_weight_cache(True, recipe.numerics_text_of(layer.layer_name))
+    return count

@@ -115,9 +115,8 @@ class LinearOptions:
                 )
 
 
-DEFAULT_OPTIONS_TEXT = encode(
-    LinearOptions(Wgrad(), Save.QUANTIZED, Save.QUANTIZED), "Linear options"
-)
+DEFAULT_OPTIONS = LinearOptions(Wgrad(), Save.QUANTIZED, Save.QUANTIZED)
+DEFAULT_OPTIONS_TEXT = encode(DEFAULT_OPTIONS, "Linear options")
 
 
 @dataclasses.dataclass
