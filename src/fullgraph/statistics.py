@@ -529,7 +529,7 @@ def plot_statistics(
 
 def _draw(records: list[TensorStatistics], tensors: list[str], path: Path, metric: str) -> None:
     """Draw a map for each tensor, all with the same colours."""
-    from matplotlib import colormaps, colors
+    from matplotlib import cm, colormaps, colors
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -545,18 +545,15 @@ def _draw(records: list[TensorStatistics], tensors: list[str], path: Path, metri
     size = (3 + 0.08 * max(map(len, layers)) + 3 * len(tensors), 2 + 0.22 * rows)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, len(tensors), sharey=True, squeeze=False)[0]
-    image = None
     for ax, name in zip(axes, tensors, strict=True):
-        image = ax.imshow(
-            maps[name], aspect="auto", interpolation="nearest", cmap=colormap, norm=norm
-        )
+        ax.imshow(maps[name], aspect="auto", interpolation="nearest", cmap=colormap, norm=norm)
         places = _ticks(len(steps), 6)
         ax.set_xticks(places, [str(steps[i]) for i in places])
         ax.set(title=name, xlabel="step")
     places = _ticks(len(layers), _MOST_NAMES)
     axes[0].set_yticks(places, [layers[i] or "(model)" for i in places])
     axes[0].set(ylabel="layer")
-    figure.colorbar(image, ax=list(axes), label=style.title)
+    figure.colorbar(cm.ScalarMappable(norm, colormap), ax=list(axes), label=style.title)
     figure.supxlabel("grey: not cast, or no number", fontsize="small", color="0.4")
     FigureCanvasAgg(figure).print_figure(path, format="png", dpi=120)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo import config
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -383,3 +384,11 @@ def test_export_keeps_the_scales_and_records_nothing(strict):
     for name, value in everything(model).items():
         if "forward_amax" not in name:  # the last forward pass above was an ordinary one
             assert torch.equal(value, before[name]), name
+
+
+def test_as_many_tokens_as_there_are_scales_are_no_special_size():
+    layer = fg.Linear(48, 32, recipe="fp8-delayed")
+    function = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (3, 5, 8, 16):
+        function(torch.randn(tokens, 48, requires_grad=True)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1

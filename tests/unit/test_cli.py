@@ -18,6 +18,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import cli_runs
+import fullgraph
 import fullgraph.cli
 from fullgraph import gemm
 from fullgraph.cli import app as app_module
@@ -60,6 +61,7 @@ def test_commands_and_options():
                 *common,
                 *("--compare", "--data", "--out", "--seed", "--steps"),
                 *("--save", "--save-every", "--stop-after", "--resume"),
+                *("--statistics-every", "--size"),
             ]
         ),
         "explain": common,
@@ -87,6 +89,10 @@ REFUSED = {
     "stop after": (
         ["--stop-after", 0],
         "at least one step is needed, got 0\nDo: raise --stop-after",
+    ),
+    "statistics every": (
+        ["--statistics-every", 0],
+        "at least one step is needed, got 0\nDo: raise --statistics-every",
     ),
     "save": (["--save", "nothing"], "cannot write nothing"),
     "resume": (["--resume", "no/such"], "cannot read the checkpoint no/such: No such file"),
@@ -168,6 +174,37 @@ def test_a_run_and_what_it_leaves(tiny):
     assert [line["loss"] for line in lines] == result["loss"]
     assert [line["compare_loss"] for line in lines] == result["compare_loss"]
     assert (tiny.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_statistics_of_a_run(tiny):
+    plain = train.train(dataclasses.replace(tiny, compare=None, steps=5))
+    result = train.train(dataclasses.replace(tiny, compare=None, steps=5, statistics_every=2))
+    assert plain["statistics"] is None
+    assert result["statistics"] == str(tiny.out / "statistics.jsonl")
+    assert result["loss"] == plain["loss"]
+    assert result["recompiles"] == 0
+    assert result["forward_nodes"] == 2 * plain["forward_nodes"]  # of two graphs
+    records = fullgraph.read_statistics(result["statistics"])
+    assert {record.step for record in records} == {1, 3, 5}
+    assert len({record.layer for record in records}) == 5
+    assert (tiny.out / "statistics.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_statistics_of_nothing(tiny):
+    result = train.train(
+        dataclasses.replace(tiny, recipe="bf16", compare=None, steps=1, statistics_every=1)
+    )
+    assert fullgraph.read_statistics(result["statistics"]) == []
+    assert not (tiny.out / "statistics.png").exists()
+
+
+def test_statistics_of_a_run_that_is_resumed(tiny):
+    options = dataclasses.replace(tiny, compare=None, steps=5, save=tiny.out / "a.pt")
+    options = dataclasses.replace(options, statistics_every=2)
+    train.train(dataclasses.replace(options, stop_after=3))
+    result = train.train(dataclasses.replace(options, resume=options.save))
+    records = fullgraph.read_statistics(result["statistics"])
+    assert list(dict.fromkeys(record.step for record in records)) == [1, 3, 5]
 
 
 def test_seeds(tiny):

@@ -386,7 +386,7 @@ class Linear(nn.Linear):
     def _statistics(self) -> dict[str, Any]:
         """The rows that the op records into, while somebody collects them."""
         rows = self.statistics
-        if rows is None:
+        if rows is None or compat.is_exporting():
             return {}
         backward = rows.backward if torch.is_grad_enabled() else None
         return {"forward_statistics": rows.forward, "backward_statistics": backward}

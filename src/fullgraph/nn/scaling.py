@@ -66,6 +66,13 @@ class ScalingState:
             )
             self.backward_amax = torch.zeros_like(self.backward_scale)
             self.amax_history = None if rows is None else self._rows(rows)
+        for state in (
+            self.forward_scale,
+            self.forward_amax,
+            self.backward_scale,
+            self.backward_amax,
+        ):
+            torch._dynamo.mark_static(state)  # or a batch of as many tokens would count as that size
         if device.type != "meta" and type(self.forward_scale) is Tensor:
             scaling.forget(self.forward_scale)
 

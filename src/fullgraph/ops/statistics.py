@@ -15,7 +15,7 @@ from fullgraph.formats import COLUMNWISE, ROWWISE, Format, Orientation, Scaling
 from fullgraph.quantizers import NVFP4Quantizer, as_matrix
 from fullgraph.tensor import QuantizedParts, Quantizer
 
-COLUMN_NAMES = (
+COLUMN_NAMES: tuple[str, ...] = (
     "amax",
     "elements",
     "nonfinite",
@@ -67,7 +67,7 @@ def record(row: Tensor, original: Tensor, parts: QuantizedParts) -> None:
     Elements that are not finite before or after the cast count as `nonfinite` and as nothing else. `underflow` counts
     values other than 0 that decode to 0. `saturation` counts values beyond the range of their scaling group, as IEEE
     754 defines overflow: so far above the largest value that with more exponents they would not be rounded to it, which
-    is more than half a step of the format (464 / 448 for E4M3, 7 / 6 for E2M1).
+    is more than half a step of the format (464 / 448 for E4M3, 7 / 6 for E2M1). No value counts as both.
 
     - TENSOR, ROW, blocks of 128, with scales from their own amax: none, whichever way the scale was rounded.
     - TENSOR with delayed scaling: what grew beyond the amaxes that the scale was made from.
@@ -104,7 +104,7 @@ def record(row: Tensor, original: Tensor, parts: QuantizedParts) -> None:
     if quantizer.scaling is not Scaling.CUSTOM:
         largest = _has_largest_code(parts, quantizer.format, copy)[:, : x.shape[1]]
         beyond = magnitude > decoded.abs() * (1 + _half_step(quantizer.format))
-        saturated = (usable & largest & beyond).sum()
+        saturated = (usable & largest & beyond & (decoded != 0)).sum()
     counts = [
         row.new_full((), x.numel()),
         (~usable).sum(),
