@@ -14,7 +14,11 @@ from fullgraph.tensor import PLAIN, CastState
 from linear_cases import LOW_PRECISION, assert_same_results, same_random_numbers
 from oracles_quantizers import CASES, QUANTIZERS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::fullgraph.errors.EmulationWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 GPU = torch.device("cuda", 0)
 WIDTH, TOKENS, STEPS = 256, 64, 8
@@ -39,20 +43,24 @@ def data(number, microbatch=0):
 def train(model, forward, every=None, microbatches=1):
     """Gradients and outputs of each step, and records; weights stay, so that nothing but the graphs is measured."""
     statistics = None if every is None else fg.collect_statistics(model, every=every)
+    for (
+        parameter
+    ) in model.parameters():  # to be added to: torch would keep memory of a graph instead
+        parameter.grad = torch.zeros_like(parameter)
     results = []
     for number in range(STEPS):
         found = {}
+        torch.compiler.cudagraph_mark_step_begin()
         for microbatch in range(microbatches):
-            torch.compiler.cudagraph_mark_step_begin()
             x, grad_output = data(number, microbatch)
             x.requires_grad_()
             with same_random_numbers(number):
                 output = forward(x)
                 found[f"output{microbatch}"] = output.detach().clone()
                 output.backward(grad_output)
-            found[f"grad_input{microbatch}"] = x.grad
+            found[f"grad_input{microbatch}"] = x.grad.clone()
         found |= {name: p.grad.clone() for name, p in model.named_parameters()}
-        model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=False)
         results.append(found)
         if model[0].scaling_state.rule:
             fg.update_scales(model)

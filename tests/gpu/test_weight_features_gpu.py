@@ -12,7 +12,6 @@ from linear_cases import assert_same_results, batch, same_random_numbers, state_
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::fullgraph.errors.EmulationWarning"),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA"),
 ]
 
 K, N = 256, 384
