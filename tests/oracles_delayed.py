@@ -49,7 +49,7 @@ class Layer:
         """The end of a step."""
         for slot in range(SLOTS):
             column = self.history[:, slot]
-            newest = np.float32(0) if np.isnan(column[0]) else column[0]
+            newest = column[0] if np.isfinite(column[0]) else np.float32(0)
             column[0] = 0
             if newest == 0:
                 continue

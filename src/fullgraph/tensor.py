@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fullgraph import reference
-from fullgraph.customop import TensorSpec
+from fullgraph.customop import TensorSpec, compat
 from fullgraph.customop.structured import (
     StructuredTensor,
     device_of,
@@ -364,7 +364,7 @@ def round_up(size: Any, multiple: int) -> Any:
 class _Codes(Tensor):
     """A tensor like any other. `torch.export.save` takes a weight for plain if the type of its `.data` is."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = compat.NO_TORCH_FUNCTION
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return repr(self.as_subclass(Tensor))

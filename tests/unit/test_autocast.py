@@ -391,8 +391,7 @@ class RunsAgain(torch.autograd.Function):
 def test_an_autocast_inside_of_a_backward_pass_wins():
     layer = fg.Linear(K, N, dtype=torch.bfloat16)
     x, _ = batch(24)
-    with fg.autocast("mxfp8"):
-        expected = layer(x)
+    expected = fg.linear(x, layer.weight, layer.bias, recipe="mxfp8")
     with fg.autocast("fp8-current"):
         remembered = layer(x)
     seen = []
@@ -407,6 +406,42 @@ def test_an_autocast_inside_of_a_backward_pass_wins():
         RunsAgain.apply(leaf, function).sum().backward()
     assert_same_bits(seen[0], remembered.detach())
     assert_same_bits(seen[1], expected.detach())
+
+
+@reentrant
+def test_a_layer_that_ran_with_two_recipes_does_not_guess(layer, use_reentrant):
+    """Both with FP8 codes of the same form: torch would not notice that the other recipe is taken."""
+    x, grad_output = batch(24)
+
+    def output(recipe, function=layer):
+        with fg.autocast(recipe):
+            return checkpoint(function, x.requires_grad_(), use_reentrant=use_reentrant)
+
+    outputs = output(FP8), output(E5M2)
+    with pytest.raises(ConfigError, match="runs again in a backward pass, and before it ran with"):
+        outputs[0].backward(grad_output)
+    with torch.no_grad():
+        layer.weight.mul_(1)  # an optimizer step: what ran before is over
+    for recipe in (FP8, FP8, E5M2):
+        layer.zero_grad()
+        output(recipe).backward(grad_output)
+        assert_same_bits(
+            layer.weight.grad, under(recipe, step, layer, x, grad_output)["grad_weight"]
+        )
+        with torch.no_grad():
+            layer.weight.mul_(1)
+
+    def inside(recipe):
+        return lambda x: under(recipe, layer, x)
+
+    layer.zero_grad()
+    for recipe in (FP8, E5M2):
+        output("bf16", inside(recipe)).backward(grad_output)
+    got = layer.weight.grad.clone()
+    layer.zero_grad()
+    for recipe in (FP8, E5M2):
+        under(recipe, layer, x).backward(grad_output)
+    assert_same_bits(got, layer.weight.grad)
 
 
 def test_an_evaluation_between_forward_and_backward_is_not_remembered():

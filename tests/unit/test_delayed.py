@@ -325,16 +325,18 @@ def test_update_by_hand():
 
     # E4M3 448, E5M2 57344; the output is never cast.
     assert step(2.0, 4.0, 0.0, 1.0) == [224, 112, 1, 57344]
-    # The largest of three steps counts; infinity keeps the scale, and stays in the window; NaN counts as nothing.
+    # The largest of three steps counts; infinity and NaN count as nothing.
     assert step(1.0, INF, 0.0, NAN) == [224, 112, 1, 57344]
     assert model.history[0][:, 0].tolist() == [2, 1]
     assert model.history[0][:, 3].tolist() == [0, 1]
+    assert model.history[0][:, 1].tolist() == [0, 4]
     # A slot without an amax does not roll.
-    assert step(0.0, 8.0, 0.0, 2.0) == [224, 112, 1, 28672]
+    assert step(0.0, 3.0, 0.0, 2.0) == [224, 112, 1, 28672]
     assert model.history[0][:, 0].tolist() == [2, 1]
-    # Two leaves the window, then infinity does.
-    assert step(0.5, 8.0, 0.0, 2.0) == [224, 112, 1, 28672]
-    assert step(0.5, 8.0, 0.0, 2.0) == [448, 56, 1, 28672]
+    # Two leaves the window, and four.
+    assert step(0.5, 3.0, 0.0, 2.0) == [224, 112, 1, 28672]
+    assert step(0.5, 3.0, 0.0, 2.0)[0] == 448
+    assert step(0.5, 8.0, 0.0, 2.0) == [896, 56, 1, 28672]
     # The quotient overflows: the largest finite number.
     for _ in range(3):
         scales = step(TINY, 8.0, 0.0, 2.0)

@@ -293,7 +293,7 @@ def test_strides_of_weight_and_bias_do_not_matter(recipe):
 def reference_layer(layer):
     """The torch layer with the same parameters."""
     result = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
-    result.to(layer.weight.dtype).load_state_dict(layer.state_dict())
+    result.to(layer.weight.dtype).load_state_dict(dict(layer.named_parameters()))
     return result
 
 

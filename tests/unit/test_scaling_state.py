@@ -195,7 +195,8 @@ def test_meta_device_to_empty_reset():
         layer = new_layer()
     assert {getattr(layer.scaling_state, name).device.type for name in TENSORS} == {"meta"}
     layer.scaling_state.reset()
-    assert list(layer.state_dict()) == PLAIN_KEYS
+    assert list(layer.state_dict()) == KEYS
+    assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
     layer.to_empty(device="cpu")
     layer.reset_parameters()
     assert_fresh(layer.scaling_state)
@@ -237,15 +238,30 @@ def saved_and_loaded(value):
     return torch.load(file, weights_only=True)
 
 
-def test_keys_are_those_of_nn_linear_until_there_is_something_to_save():
-    for recipe in (None, "fp8-current", RECIPE):
+def test_keys_follow_from_the_recipe_used_or_not():
+    for recipe in (None, "bf16", "fp8-current"):
         assert list(new_layer(recipe).state_dict()) == PLAIN_KEYS
-    layer = new_layer()
-    step(layer, *batch(8))
-    assert list(layer.state_dict()) == KEYS
+    assert list(new_layer().state_dict()) == KEYS
     assert list(trained_layer().state_dict()) == KEYS
-    model = nn.Sequential(nn.ReLU(), trained_layer())
+    model = nn.Sequential(nn.ReLU(), new_layer())
     assert list(model.state_dict()) == [f"1.{key}" for key in KEYS]
+    layer = trained_layer()
+    layer.configure("fp8-current")
+    assert list(layer.state_dict()) == KEYS  # there is something to save
+
+
+def test_keys_of_a_recipe_of_an_autocast():
+    layer = new_layer(None)
+    assert list(layer.state_dict()) == PLAIN_KEYS
+    with fg.autocast("fp8-current"):
+        assert list(layer.state_dict()) == PLAIN_KEYS
+    with fg.autocast(RECIPE):
+        assert list(layer.state_dict()) == KEYS
+        assert layer.state_dict()["fp8_amax_history"].shape == (LENGTH, 4)
+    ran = new_layer(None)
+    with fg.autocast(RECIPE):
+        step(ran, *batch(8))
+    assert list(ran.state_dict()) == KEYS
 
 
 def test_saved_tensors_are_plain_and_laid_out_as_transformer_engine_does():
@@ -334,7 +350,7 @@ def test_a_history_that_is_no_history():
     saved = trained_layer().state_dict()
     saved["fp8_amax_history"] = saved["fp8_amax_history"][:, :3]
     with pytest.raises(
-        RuntimeError, match=r"must be \[4\] and \[history_length, 4\], got float32\[4\]"
+        RuntimeError, match=r"must be float32 \[4\] and \[history_length, 4\], got float32\[4\]"
     ):
         layer.load_state_dict(saved)
     assert_fresh(layer.scaling_state)

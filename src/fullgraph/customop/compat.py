@@ -49,9 +49,10 @@ def mark_no_version_check(tensors: Iterable[torch.Tensor]) -> None:
 
     State that a later op mutates (an amax, a gradient buffer) is handed to the backward op by reference; without
     the mark a second microbatch in flight trips the saved-tensor version check. `autograd.Function` under Dynamo
-    sets the same mark. Outside of a trace there is nothing to mark.
+    sets the same mark. Outside of a trace there is nothing to mark. Compiled autograd does not hand on tensors with the
+    mark (torch 2.11 to 2.14: `call_aot_bwd_prologue` gets too few); there the version is checked.
     """
-    if proxy_tensor.get_proxy_mode() is None:
+    if proxy_tensor.get_proxy_mode() is None or torch._dynamo.config.compiled_autograd:
         return
     for tensor in tensors:
         for proxy in proxy_tensor._get_proxies(tensor):
@@ -157,7 +158,7 @@ _is_scripting = torch._C._is_tracing
 
 def transform() -> str | None:
     """The name of the innermost `torch.func` transform around this very call ("Vmap", "Grad", "Jvp"), or None."""
-    interpreter = torch._C._functorch.peek_interpreter_stack()
+    interpreter = cast(Any, torch._C)._functorch.peek_interpreter_stack()
     return None if interpreter is None else interpreter.key().name
 
 
@@ -169,3 +170,7 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 def is_in_dual_level() -> bool:
     """Whether this very call runs inside of `torch.autograd.forward_ad.dual_level`."""
     return forward_ad._current_level >= 0
+
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""`__torch_function__` of a tensor class whose operations return plain tensors."""

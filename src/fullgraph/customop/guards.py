@@ -63,13 +63,13 @@ class Names:
         return re.sub(r"\.(size|stride)\(\)\[", lambda m: f".{_ATTRIBUTES[m[1]]}[", text)
 
     def value(self, source: str) -> str:
-        """ ", is ..." for what stands at a source now; "" if that cannot be said in a few characters."""
+        """What stands at a source now, as ", is ..."; empty if that cannot be said in a few characters."""
         found = self._resolve(source)
         text = "" if found is _UNKNOWN or isinstance(found, torch.Tensor) else repr(found)
         return f", is {text}" if 0 < len(text) <= 40 else ""
 
     def type(self, source: str) -> str:
-        """ ", is ..." for the type of what stands at a source now; "" if that is unknown."""
+        """The type of what stands at a source now, as ", is ..."; empty if that is unknown."""
         found = self._resolve(source)
         return "" if found is _UNKNOWN else f", is {type(found).__name__}"
 
@@ -169,8 +169,8 @@ def _resolve(node: ast.expr, values: Mapping[str, Any]) -> Any:
             holder = _resolve(value, values)
             if isinstance(holder, Mapping):
                 return holder.get(key, _UNKNOWN)
-            fits = isinstance(holder, list | tuple) and isinstance(key, int) and key < len(holder)
-            return holder[key] if fits else _UNKNOWN
+            if isinstance(holder, list | tuple) and isinstance(key, int) and key < len(holder):
+                return holder[key]
         case ast.Call(func=ast.Name(id="len"), args=[value]):
             holder = _resolve(value, values)
             return len(holder) if isinstance(holder, list | tuple | dict | str) else _UNKNOWN

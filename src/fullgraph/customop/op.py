@@ -305,7 +305,7 @@ class CustomOp:
     ) -> tuple[tuple[Any, ...], list[Any]]:
         """Run the lean forward op; the outputs in order, and the pool of all plain tensors."""
         pool: list[Any] = list(tensors) if call.is_flat else _flat(tensors)
-        if call.changing:
+        if call.needs and call.changing:
             compat.mark_no_version_check(pool[i] for i in call.changing)
         results = call.lean(pool, dyn)
         outputs = tuple([None if o is None else _take(results, *o) for o in call.outputs])

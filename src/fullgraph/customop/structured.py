@@ -464,7 +464,6 @@ def _copy_(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     aten.full_like.default,
     aten.rand_like.default,
     aten.randn_like.default,
-    aten.new_empty.default,
     aten.new_zeros.default,
     aten.new_ones.default,
     aten.new_full.default,
@@ -475,3 +474,13 @@ def _factory(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     like = args[0]
     stand_in = flatten(like)[0].new_empty(like.shape, dtype=like.dtype)
     return func(stand_in, *args[1:], **kwargs)
+
+
+@StructuredTensor.implements(aten.new_empty.default)
+def _new_empty(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """On a device that is named, and of the same size, the same form: how checkpoints are staged in host memory."""
+    like, size = args
+    device = kwargs.get("device")
+    if device is None or kwargs.get("dtype") is not None or tuple(size) != tuple(like.shape):
+        return _factory(func, args, kwargs)
+    return type(like)(map_parts(lambda t: torch.empty_like(t, device=device), like.parts))

@@ -72,7 +72,9 @@ class ScalingState:
             self.backward_scale,
             self.backward_amax,
         ):
-            torch._dynamo.mark_static(state)  # or a batch of as many tokens would count as that size
+            torch._dynamo.mark_static(
+                state
+            )  # or a batch of as many tokens would count as that size
         if device.type != "meta" and type(self.forward_scale) is Tensor:
             scaling.forget(self.forward_scale)
 
@@ -196,7 +198,7 @@ class ScalingState:
             wrong = _what_is_wrong(keys, [state_dict.get(key) for key in keys])
             if wrong is not None:
                 error_msgs.append(wrong)
-            elif not state_dict[keys[0]].is_meta:
+            elif not any(state_dict[key].is_meta for key in keys):
                 self.load(*[state_dict[key] for key in keys])
             self.without_scales = None
         elif f"{prefix}weight" in state_dict:

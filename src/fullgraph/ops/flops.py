@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from fullgraph.ops.linear import linear_op
+from fullgraph.ops.linear import linear_op, weight_gradient_op
 
 
 def forward_flops(*arguments: Any, out_val: Any = None) -> int:
@@ -22,19 +22,30 @@ def forward_flops(*arguments: Any, out_val: Any = None) -> int:
         out_val: its results.
     """
     values, plan = _described(linear_op._lean_forward, arguments)
-    return _flops(values.input, values.weight.shape[0], plan)
+    return _flops(plan, values.input, values.weight.shape[0])
 
 
 def backward_flops(*arguments: Any, out_val: Any = None) -> int:
-    """2 M N K for each GEMM that runs: dgrad, wgrad, both or none.
+    """2 M N K for each GEMM that runs here: dgrad, wgrad, both or none.
 
     Args:
         *arguments: as forward.
         out_val: as forward.
     """
     values, plan = _described(linear_op._lean_backward, arguments)
-    other = values.input if values.weight is None else values.weight
-    return 0 if other is None else _flops(values.grad_output, other.shape[-1], plan)
+    others = [t for t in (values.weight, values.weight_cache, values.input) if t is not None]
+    return _flops(plan, values.grad_output, others[0].shape[-1]) if others else 0
+
+
+def weight_gradient_flops(*arguments: Any, out_val: Any = None) -> int:
+    """2 M N K, for a wgrad that was deferred.
+
+    Args:
+        *arguments: as forward.
+        out_val: as forward.
+    """
+    values, plan = _described(weight_gradient_op._lean_forward, arguments)
+    return _flops(plan, values.grad_output, values.input.shape[-1])
 
 
 def _described(op: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -42,9 +53,12 @@ def _described(op: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     return op.describe([t for group in tensors for t in group], meta, ())
 
 
-def _flops(left: Any, size: Any, plan: Any) -> int:
-    return 2 * math.prod(left.shape) * size * len(plan.decisions.gemms)
+def _flops(plan: Any, left: Any, size: Any) -> int:
+    gemms = plan.decisions.gemms.keys() - ({"wgrad"} if plan.deferred else ())
+    return 2 * math.prod(left.shape) * size * len(gemms)
 
 
-register_flop_formula(torch.ops.fullgraph.linear_forward, get_raw=True)(forward_flops)
-register_flop_formula(torch.ops.fullgraph.linear_backward, get_raw=True)(backward_flops)
+_ops = torch.ops.fullgraph
+register_flop_formula(_ops.linear_forward, get_raw=True)(forward_flops)
+register_flop_formula(_ops.linear_backward, get_raw=True)(backward_flops)
+register_flop_formula(_ops.linear_weight_gradient_forward, get_raw=True)(weight_gradient_flops)

@@ -65,10 +65,12 @@ def update_scales(
         CompileError: the group or an algorithm does not exist in this process.
         ConfigError: an algorithm does not return one amax for each column.
 
-    Numerics: NaN is dropped, wherever it stands. Where the amax is 0, infinite or NaN the scale stays; where the
-        quotient overflows it is the largest finite float32. The division is correctly rounded.
-    Source: TransformerEngine 2.20, common/recipe/delayed_scaling.cu. (Its Python path differs: it rolls slots without
-        an amax, keeps the scale while there is a NaN, and multiplies by a reciprocal.)
+    Numerics: a recorded amax that is NaN or infinite is dropped, as if there were none; so is a NaN in the history.
+        Where the amax is 0 or infinite the scale stays; where the quotient overflows it is the largest finite
+        float32. The division is correctly rounded.
+    Source: TransformerEngine 2.20, common/recipe/delayed_scaling.cu. (There an infinite amax enters the history and
+        keeps the scale as it is until it leaves, which the overflows of a gradient scaler make the rule. Its Python
+        path rolls slots without an amax, keeps the scale while there is a NaN, and multiplies by a reciprocal.)
     """
     torch.ops.fullgraph.update_scales(
         forward_amax, backward_amax, history, forward_scale, backward_scale, rules, group
@@ -117,7 +119,7 @@ def count_use(state: Tensor, rule: str = "") -> None:
     count = _COUNTS[address] = _COUNTS.get(address, 0) + 1
     if rule:
         _RULES[address] = rule
-    if count == PATIENCE and sum(c >= PATIENCE for c in _COUNTS.values()) == 1:
+    if count == PATIENCE and sum(c >= PATIENCE for c in list(_COUNTS.values())) == 1:
         warnings.warn(
             f"a layer with delayed scaling ran {PATIENCE} times in a row without an update of its scales.\n"
             "Why: scales follow the amaxes of earlier steps only when they are told to; until then tensors are cast "
@@ -159,7 +161,7 @@ def _update(
     ]
     with torch.no_grad():
         recorded = [
-            _joined(forward_amax, backward_amax, layers).nan_to_num(0.0, float("inf"))
+            _joined(forward_amax, backward_amax, layers).nan_to_num(0.0, 0.0)
             for _, layers in groups
         ]
         if group:

@@ -429,7 +429,8 @@ def _groups(x: Tensor) -> Tensor:
 def _signs(x: Tensor) -> Tensor:
     """The vector of signs, float32 [16]; by arithmetic, since data from the host cannot be copied in a CUDA graph."""
     place = torch.arange(_BLOCK, dtype=torch.int32, device=x.device)
-    return 1.0 - 2.0 * ((torch.full_like(place, HADAMARD_SIGN_CHANGES) >> place) & 1)
+    signs = 1 - 2 * ((torch.full_like(place, HADAMARD_SIGN_CHANGES) >> place) & 1)
+    return signs.to(torch.float32)  # not by arithmetic with a float, which gives the default dtype
 
 
 def _round_to_bfloat16(x: Tensor) -> Tensor:
