@@ -76,6 +76,50 @@ def test_padded_operands_give_the_same_values(
                 assert operand.scale_inv.dim() == 1  # swizzled
 
 
+def step_of_microbatches(recipe, shape, override, options):
+    """Two microbatches of a layer with a cached weight: outputs and gradients, deferred ones computed."""
+    torch.manual_seed(0)
+    *leading, k, n = shape
+    if override is not None:
+        recipe = type(fg.recipes.get(recipe))(backward_override=override)
+    layer = fg.Linear(k, n, dtype=torch.bfloat16, recipe=recipe, **options)
+    found = []
+    for is_first in (True, False):
+        x = torch.randn(*leading, k, dtype=torch.bfloat16, requires_grad=True)
+        output = layer(x, is_first_microbatch=is_first)
+        output.backward(torch.randn_like(output))
+        if layer.wgrad.deferred:
+            layer.backward_dw()
+        found += [output.detach(), x.grad]
+    return [*found, layer.weight.grad, layer.bias.grad]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"wgrad": fg.Wgrad(deferred=True)},
+        {"save_input": fg.Save.ORIGINAL, "save_weight": fg.Save.ORIGINAL},
+    ],
+    ids=["plain", "deferred", "originals"],
+)
+@pytest.mark.parametrize("override", [None, *BackwardOverride])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_kept_is_padded_too(monkeypatch, recipe, override, options):
+    if override is not None and recipe == "fp8-delayed":
+        with pytest.raises(fg.errors.ConfigError):
+            fg.recipes.DelayedScaling(backward_override=override)
+        return
+    for shape in ((13, 48, 7), (2, 3, 33, 17, 5), (24, 712, 31), (1, 1, 1)):
+        expected = step_of_microbatches(recipe, shape, override, options)
+        with monkeypatch.context() as patch:
+            watched(patch)
+            actual = step_of_microbatches(recipe, shape, override, options)
+        forget_plans()
+        for ours, want in zip(actual, expected, strict=True):
+            assert torch.equal(ours, want)
+
+
 @pytest.mark.parametrize("override", list(BackwardOverride))
 @pytest.mark.parametrize("recipe", [n for n in RECIPES if n != "fp8-delayed"])
 def test_a_backward_pass_in_high_precision_is_not_padded(monkeypatch, recipe, override):

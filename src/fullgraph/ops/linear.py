@@ -337,7 +337,7 @@ def plan_backward(a: Any) -> Plan:
     copies: dict[str, Orientation] = {}
     if "input" in a.needs:
         gemms["dgrad"] = None
-        weight = a.weight_cache if a.weight is None else a.weight
+        weight = _dgrad_weight(a)
         copies |= _repeated(numerics, "weight", weight)
         if numerics.low_precision_dgrad:
             operands = ("grad_output", ROWWISE), ("weight", COLUMNWISE)
@@ -404,7 +404,8 @@ def backward(plan: Plan, a: Any) -> dict[str, Any]:
     results: dict[str, Any] = {}
     if "input" in plan.outputs:
         weight = _quantized("weight", a, decisions, layout, _forward_state(a, 1))
-        weight = a.weight_cache if weight is None else weight
+        if isinstance(a.weight, QuantizedParts) or a.weight is None:
+            weight = _dgrad_weight(a)
         if decisions.gemms["dgrad"] is not None:
             grad = _gemm(
                 "dgrad",
@@ -510,6 +511,14 @@ def _copies(**operands: tuple[Any, bool, bool]) -> dict[str, Orientation]:
         if (rowwise or columnwise) and not isinstance(tensor, QuantizedParts):
             copies[name] = BOTH if rowwise and columnwise else ROWWISE if rowwise else COLUMNWISE
     return copies
+
+
+def _dgrad_weight(a: Any) -> Any:
+    """The weight as dgrad gets it: without the rowwise copy, which may be padded, so that its columns are K."""
+    weight = a.weight_cache if a.weight is None else a.weight
+    if a.numerics.low_precision_dgrad and isinstance(weight, QuantizedParts):
+        return weight.only(COLUMNWISE) if weight.orientation.columnwise else weight
+    return weight
 
 
 def _repeated(numerics: LinearNumerics, name: str, tensor: Any) -> dict[str, Orientation]:
