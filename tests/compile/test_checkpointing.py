@@ -474,3 +474,23 @@ def test_frozen_weights_make_no_wgrad(recipe, compiled):
     for way in (full, reentrant, selective):
         found, _ = measure(model, bound(way, model), x, grad_output)
         assert_same_results(found, expected)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_compiled_block_that_reentrant_checkpointing_repeats(inside):
+    """It has the recipe in force: that of the forward pass inside of its autocast, and an error outside of it."""
+    layer = fg.Linear(32, 32, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True)
+    with fg.autocast("fp8-current"):
+        output = reentrant(compiled, x)
+        if inside:
+            output.sum().backward()
+    if inside:
+        grad, layer.weight.grad = layer.weight.grad, None
+        with fg.autocast("fp8-current"):
+            layer(x).sum().backward()
+        assert torch.equal(grad, layer.weight.grad)
+        return
+    with pytest.raises(Exception, match="a compiled function runs again in a backward pass"):
+        output.sum().backward()

@@ -15,6 +15,7 @@ from fullgraph.errors import ConfigError
 from fullgraph.recipes import BY_NAME, Recipe, resolve
 
 _LAST_RUN = "_last_run"
+_COMPILED = "_compiled_recipes"
 
 PLAIN = BY_NAME["bf16"]
 """The recipe outside of any autocast: plain high precision."""
@@ -140,6 +141,31 @@ class _Run:
             )
         self.is_repeated = True
         return self.recipe
+
+
+def check_repetition(layer: nn.Module, numerics_text: str) -> None:
+    """Refuse to compile what activation checkpointing runs again outside of the autocast of its forward pass.
+
+    For use while a graph is traced. A graph that is compiled within a backward pass is such a repetition; if it is
+    around a compiled function, nothing but the recipe in force can say which recipe that has.
+
+    Args:
+        layer: without a recipe of its own; remembers what it was compiled with.
+        numerics_text: of the recipe in force.
+
+    Raises:
+        ConfigError: the layer was compiled before, and never with this recipe.
+    """
+    compiled = layer.__dict__.setdefault(_COMPILED, set())
+    if compiled and numerics_text not in compiled and compat.is_in_backward():
+        raise ConfigError(
+            f"{type(layer).__name__}: a compiled function runs again in a backward pass, with another recipe",
+            why="activation checkpointing around a compiled function repeats it with the recipe that is in force then, "
+            "and its autocast has ended",
+            do="run backward() inside of the autocast, compile around the checkpoint, or give the layers a recipe of "
+            "their own",
+        )
+    compiled.add(numerics_text)
 
 
 def current_recipe() -> Recipe:

@@ -13,7 +13,7 @@ from fullgraph.customop.deferred import DeferredGradient, no_calls, take
 from fullgraph.customop.token import encode, parse
 from fullgraph.errors import CompileError, ConfigError
 from fullgraph.formats import BOTH
-from fullgraph.nn.autocast import current_recipe, recipe_of
+from fullgraph.nn.autocast import check_repetition, current_recipe, recipe_of
 from fullgraph.nn.scaling import ScalingState, saved_state
 from fullgraph.nn.weights import WeightCache, check_main_grad, watch_deferred
 from fullgraph.ops.linear import (
@@ -289,6 +289,8 @@ class Linear(nn.Linear):
         """
         bias = None if self.return_bias else self.bias
         recipe = recipe_of(self, self.recipe)
+        if self.recipe is None and torch.compiler.is_compiling() and not compat.is_exporting():
+            self._check_repetition(recipe.numerics_text)
         gradient = self._weight_gradient()
         output = _linear(
             input,
@@ -305,6 +307,11 @@ class Linear(nn.Linear):
             **self._statistics(),
         )
         return (output, self.bias) if self.return_bias else output
+
+    @torch.compiler.assume_constant_result
+    def _check_repetition(self, numerics_text: str) -> None:
+        """Refuse to compile a repeated forward pass with another recipe; Dynamo calls this while it traces."""
+        check_repetition(self, numerics_text)
 
     def backward_dw(self) -> None:
         """Compute the weight gradient that the oldest backward pass left, with `wgrad=Wgrad(deferred=True)`.
