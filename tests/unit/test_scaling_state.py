@@ -566,3 +566,15 @@ def test_what_cannot_be_attached():
         fg.attach(optimizer, torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="a torch.nn.Module is needed, got int"):
         fg.update_scales(3)
+
+
+def test_scales_are_shared_with_the_parameters():
+    """So that a forked child and its parent have the same ones. An update changes them in place."""
+    layer = fg.Linear(32, 8, recipe="fp8-delayed")
+    layer.share_memory()
+    state = layer.scaling_state
+    tensors = (state.forward_scale, state.forward_amax, state.backward_scale, state.backward_amax)
+    assert all(t.is_shared() for t in (*tensors, state.amax_history))
+    layer(torch.randn(4, 32)).sum().backward()
+    fg.update_scales(layer)
+    assert all(t.is_shared() for t in tensors)

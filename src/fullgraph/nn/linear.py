@@ -100,7 +100,7 @@ def _linear(
     token = linear_token(numerics_text, dtype, quantized_output, rule, options_text)
     seed = draw_seed(input) if recipe.draws_forward else None
     order = None
-    if recipe.draws_backward:
+    if recipe.draws_backward and torch.is_grad_enabled():
         if not torch.compiler.is_compiling():
             prepare(input.device)
         order = order_of(input.device)
@@ -235,6 +235,8 @@ class Linear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         self.scaling_state.follow(self.weight.device)
+        if self.weight.device.type == "cpu" and self.weight.is_shared():
+            self.scaling_state.share_memory()
         self.weight_caches = {}
         if self.deferred_wgrad is not None and self.deferred_wgrad.device != self.weight.device:
             self.deferred_wgrad = no_calls(self.weight.device)

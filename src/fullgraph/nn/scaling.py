@@ -139,6 +139,18 @@ class ScalingState:
                 if amaxes is not None:
                     amaxes.zero_()
 
+    def share_memory(self) -> None:
+        """Move to memory that other processes see, as `torch.nn.Module.share_memory` moves parameters."""
+        for state in (
+            self.forward_scale,
+            self.forward_amax,
+            self.backward_scale,
+            self.backward_amax,
+            self.amax_history,
+        ):
+            if state is not None:
+                state.share_memory_()
+
     def follow(self, device: torch.device) -> None:
         """Move to a device. Coming from meta tensors, which have no data, everything starts anew."""
         if device == self.device:
