@@ -141,7 +141,11 @@ RECOMPILING = {
         (x[:3],),
         r"scaled: call 2 recompiles because x.shape\[0\] was 4, is 3 \(guard: tensor 'x' size mismatch at index 0",
     ),
-    "dtype": ((x,), (x.double(),), r"because x.dtype was float32, is float64 \(guard: tensor 'x' dt"),
+    "dtype": (
+        (x,),
+        (x.double(),),
+        r"because x.dtype was float32, is float64 \(guard: tensor 'x' dt",
+    ),
     "requires_grad": (
         (x,),
         (x.clone().requires_grad_(),),
