@@ -166,8 +166,13 @@ def test_another_process_needs_the_package(tmp_path):
     subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], check=True)
 
 
+EXHAUSTIVE = [
+    r if r == "fp8-delayed" else pytest.param(r, marks=pytest.mark.exhaustive) for r in RECIPES
+]
+
+
 @pytest.mark.slow  # a C++ compiler runs
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EXHAUSTIVE)
 @WEIGHTS
 def test_aot_inductor(recipe, quantized_weight, tmp_path):
     model = new_model(recipe, quantized_weight)

@@ -56,12 +56,14 @@ def test_every_feature_with_every_recipe(case):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", allowed(PAIRS), ids=str)
 def test_every_pair_alone(case):
     check(case, "aot_eager")
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [c for c in COVERING if c != CHEAPEST], ids=str)
 def test_every_pair_with_inductor(case):
     check(case, "inductor")

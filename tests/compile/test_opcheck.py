@@ -54,8 +54,13 @@ FEATURES = {
 }
 
 
+QUICK = ("bf16", "fp8-delayed", "nvfp4")
+
+
 @pytest.mark.parametrize("feature", ["quantized", *FEATURES])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [r if r in QUICK else pytest.param(r, marks=pytest.mark.slow) for r in RECIPES]
+)
 def test_linear(recipe, feature):
     chosen = WITHOUT_DRAWS.get(recipe, fg.recipes.get(recipe))
     if recipe == "bf16" and "microbatch" in feature:
