@@ -420,7 +420,7 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
         Raises:
             ConfigError: it holds no rowwise copy.
         """
-        return self._payload(self.part_data, ROWWISE)
+        return self._payload(self.part_data, ROWWISE).as_subclass(_Codes)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -503,7 +503,7 @@ class QuantizedTensor(StructuredTensor, parts=QuantizedParts):
         quantizer = self.part_quantizer.for_copy(orientation)
         assert quantizer is not None
         with torch.inference_mode():
-            return payload.view(quantizer.format.dtype).clone().as_subclass(_Codes)
+            return payload.view(quantizer.format.dtype).clone()
 
     def _scales(self, orientation: Orientation) -> Tensor:
         parts = self.parts

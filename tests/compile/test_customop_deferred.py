@@ -130,12 +130,14 @@ def test_copies():
 def test_what_cannot_be_done_with_it():
     leaf = no_calls(torch.device("cpu"))
     x = torch.randn(3, requires_grad=True)
-    run(None, leaf)(x).sum().backward()
-    assert isinstance(leaf.grad, DeferredGradient)
-    assert repr(leaf.grad) == "DeferredGradient(1 calls)"
+    (gradient,) = torch.autograd.grad(run(None, leaf)(x).sum(), leaf)
+    assert isinstance(gradient, DeferredGradient)
+    assert repr(gradient) == "DeferredGradient(1 calls)"
+    assert repr(gradient + gradient) == "DeferredGradient(2 calls)"
+    assert count(leaf) == 0
     for operation in (torch.abs, torch.sum, lambda t: t + torch.zeros(0)):
-        with pytest.raises(ConfigError, match="compute it first"):
-            operation(leaf.grad)
+        with pytest.raises(ConfigError, match="what its computation needs, not numbers"):
+            operation(gradient)
 
 
 def test_results_without_a_call_that_takes_them():

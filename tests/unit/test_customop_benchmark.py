@@ -36,4 +36,6 @@ def test_the_benchmark_runs(tmp_path):
 def test_an_unknown_benchmark_is_refused():
     out = benchmark("none")
     assert out.returncode == 1
-    assert out.stderr.startswith("usage: python -m benchmarks {curves,errors,host_overhead,")
+    assert out.stderr.startswith(
+        "usage: python -m benchmarks {compile_time,curves,errors,host_overhead,"
+    )

@@ -193,7 +193,6 @@ def test_wrong_definitions_are_refused(options, message):
         ({}, ("y",), "gradients names 'y', which is no field of Forward"),
         ({}, ("size",), "gradients names 'size', which is a value field of Forward"),
         ({"m": Mut[Tensor]}, ("m",), "gradients names 'm', which is a mut field of Forward"),
-        ({"c": Carry[Tensor]}, ("c",), "gradients names 'c', which is a carry field of Forward"),
         ({}, ("x", "x"), "gradients has a name twice"),
     ],
     ids=str,

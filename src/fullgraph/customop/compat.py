@@ -59,6 +59,20 @@ def mark_no_version_check(tensors: Iterable[torch.Tensor]) -> None:
             proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
 
+def is_tracing() -> bool:
+    """Whether AOTAutograd, or `make_fx`, records this very call."""
+    return proxy_tensor.get_proxy_mode() is not None
+
+
+def runs_while_traced(method: Any) -> Any:
+    """Have Dynamo run a method of a module when it traces a call of it, and take its result for constant.
+
+    `torch.compiler.assume_constant_result` does this, and imports Dynamo, and Triton, for it.
+    """
+    method._dynamo_marked_constant = True
+    return method
+
+
 def compile_graph(
     compiler: str,
     module: torch.fx.GraphModule,

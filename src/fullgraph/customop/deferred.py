@@ -3,9 +3,9 @@
 A pipeline schedule wants the gradients of inputs at once and those of weights when there is time. So a forward op
 takes a leaf, `no_calls(device)`, as one of its differentiable fields, and the backward plan gives it, as its
 gradient, a `DeferredCall`: an op, its token and its tensors. Nothing is copied: the tensors are those that were
-saved for the backward pass, and results of it. Autograd accumulates the calls in `leaf.grad`, in the order of the
-backward passes; `take(leaf)` removes the oldest. All this happens outside of compiled graphs, so it costs no
-graph of its own and works for any number of calls of any size.
+saved for the backward pass, and results of it. Autograd hands the calls to `leaf.grad`, in the order of the
+backward passes; there a hook moves them to the leaf's queue, and `take(leaf)` removes the oldest. All this happens
+outside of compiled graphs, so it costs no graph of its own and works for any number of calls of any size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fullgraph.customop.structured import flatten
 from fullgraph.errors import ConfigError
 
 aten = torch.ops.aten
@@ -29,10 +30,17 @@ class DeferredCall:
     Args:
         token: of the op that does it.
         tensors: the tensors of its arguments, by field.
+        versions: of these, when they were left.
     """
 
     token: str
     tensors: Mapping[str, torch.Tensor]
+    versions: tuple[int, ...] | None = None
+
+    def current_versions(self) -> tuple[int, ...]:
+        """The versions of all plain tensors now; inference tensors have none."""
+        plain = [t for tensor in self.tensors.values() for t in flatten(tensor)]
+        return tuple([0 if t.is_inference() else t._version for t in plain])
 
 
 class DeferredGradient(torch.Tensor):
@@ -42,10 +50,14 @@ class DeferredGradient(torch.Tensor):
         calls: oldest first.
         anchor: an empty tensor that says on which device this is.
         requires_grad: whether it is a leaf that collects calls.
+
+    Attributes:
+        queue: of a leaf, the calls that backward passes have left, oldest first.
     """
 
     calls: tuple[DeferredCall, ...]
     anchor: torch.Tensor
+    queue: list[DeferredCall]
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -110,33 +122,46 @@ class DeferredGradient(torch.Tensor):
         raise ConfigError(
             f"{func} of a deferred gradient",
             why="it holds what its computation needs, not numbers",
-            do="compute it first: layer.backward_dw() puts the gradient of the weight where it belongs",
+            do="let it be: layer.backward_dw(), outside of compiled functions, puts the gradient of the weight where "
+            "it belongs; inside of them, as in a whole step, use main_grad",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredGradient:
         if id(self) not in memo:
-            calls = [
-                DeferredCall(c.token, {k: copy.deepcopy(t, memo) for k, t in c.tensors.items()})
-                for c in self.calls
-            ]
-            made = DeferredGradient(tuple(calls), self.anchor.clone(), self.requires_grad)
+            made = no_calls(self.anchor.device)
             memo[id(self)] = made
-            if self.grad is not None:
-                made.grad = copy.deepcopy(self.grad, memo)
+            for call in self.queue:
+                tensors = {k: copy.deepcopy(t, memo) for k, t in call.tensors.items()}
+                made.queue.append(_noted(DeferredCall(call.token, tensors)))
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return DeferredGradient, (self.calls, self.anchor, self.requires_grad)
+        return no_calls, (self.anchor.device,)
+
+
+def _noted(call: DeferredCall) -> DeferredCall:
+    return dataclasses.replace(call, versions=call.current_versions())
+
+
+def _collect(leaf: torch.Tensor) -> None:
+    """Move what a backward pass has left out of `leaf.grad`, which Dynamo would look into."""
+    assert isinstance(leaf, DeferredGradient)
+    if isinstance(leaf.grad, DeferredGradient):
+        leaf.queue += [_noted(call) for call in leaf.grad.calls]
+    leaf.grad = None
 
 
 def no_calls(device: torch.device) -> DeferredGradient:
-    """A leaf that collects calls as its gradient.
+    """A leaf that collects calls. A copy of it has copies of them, one out of a pickle has none.
 
     Args:
         device: where the ops run that use it.
     """
     with torch.inference_mode(False):
-        return DeferredGradient((), torch.empty(0, device=device), requires_grad=True)
+        leaf = DeferredGradient((), torch.empty(0, device=device), requires_grad=True)
+    leaf.queue = []
+    leaf.register_post_accumulate_grad_hook(_collect)
+    return leaf
 
 
 def take(leaf: DeferredGradient) -> DeferredCall | None:
@@ -147,14 +172,20 @@ def take(leaf: DeferredGradient) -> DeferredCall | None:
 
     Returns:
         The call, or None if there is none.
+
+    Raises:
+        ConfigError: one of its tensors was changed in place since. The call stays where it is.
     """
-    held = leaf.grad
-    if held is None:
+    if not leaf.queue:
         return None
-    assert isinstance(held, DeferredGradient)
-    first, *rest = held.calls
-    leaf.grad = DeferredGradient(tuple(rest), held.anchor) if rest else None
-    return first
+    call = leaf.queue[0]
+    if call.current_versions() != call.versions:
+        raise ConfigError(
+            "a tensor that a deferred gradient needs was changed in place after the backward pass that left it",
+            why="nothing is copied: the gradient is computed from the saved tensors themselves",
+            do="compute deferred gradients before buffers are used again, or hand the layer a copy",
+        )
+    return leaf.queue.pop(0)
 
 
 def count(leaf: DeferredGradient) -> int:
@@ -163,5 +194,4 @@ def count(leaf: DeferredGradient) -> int:
     Args:
         leaf: made by `no_calls`.
     """
-    held = leaf.grad
-    return len(held.calls) if isinstance(held, DeferredGradient) else 0
+    return len(leaf.queue)

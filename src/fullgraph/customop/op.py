@@ -88,6 +88,7 @@ class Call:
         state: likewise, what a later op may change: kept by reference, outside of version checks.
         kept: backward field and form of everything in `saved` and `state`, in that order.
         changing: positions in the pool of the tensors that this or a later op changes.
+        written: positions in the state of what this op writes and its backward op only reads.
         backwards: filled in as backward passes happen.
     """
 
@@ -101,6 +102,7 @@ class Call:
     state: tuple[int, ...]
     kept: tuple[tuple[str, Any], ...]
     changing: tuple[int, ...]
+    written: tuple[int, ...]
     backwards: dict[Any, BackwardCall] = dataclasses.field(default_factory=dict)
 
 
@@ -404,6 +406,30 @@ class CustomOp:
                 [(n, form) for n, (_, form) in (*saved.items(), *state.items()) if form is not None]
             ),
             changing=slots.all(*self._table.names(FieldKind.MUT), *self._definition.handed_on),
+            written=self._written(state),
+        )
+
+    def _written(self, state: Mapping[str, tuple[tuple[int, ...], Any]]) -> tuple[int, ...]:
+        table = self._backward_table
+        if table is None:
+            return ()
+        mut, read = self._table.names(FieldKind.MUT), table.names(FieldKind.TENSOR)
+        places = _places(state)
+        wanted = _places({n: place for n, place in state.items() if n in mut and n in read})
+        return tuple([places.index(place) for place in wanted])
+
+    def versions(self, call: Call, state: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Versions of the state that this op wrote and its backward pass reads; none while it is traced."""
+        if not call.written or compat.is_tracing():
+            return ()
+        return tuple([0 if (t := state[i]).is_inference() else t._version for i in call.written])
+
+    def changed(self) -> RuntimeError:
+        """What torch says of a saved tensor that was changed, of state that this op wrote."""
+        names = [n for n in self._definition.handed_on if n in self._table.names(FieldKind.MUT)]
+        return RuntimeError(
+            f"{self.name}: one of the tensors needed for gradient computation has been modified by an inplace "
+            f"operation: of {', '.join(names)}, which the forward pass wrote and the backward pass reads"
         )
 
     def _check_token(self, arguments: Any, token: str) -> None:
@@ -603,6 +629,7 @@ def _make_function(op: CustomOp) -> type[torch.autograd.Function]:
         outputs, pool = op.run_forward(call, dyn, tensors)
         ctx.call, ctx.dyn = call, dyn
         ctx.state = [pool[i] for i in call.state]
+        ctx.versions = op.versions(call, ctx.state)
         ctx.save_for_backward(*[pool[i] for i in call.saved])
         if call.without_gradient:
             ctx.mark_non_differentiable(*[outputs[i] for i in call.without_gradient])
@@ -614,6 +641,8 @@ def _make_function(op: CustomOp) -> type[torch.autograd.Function]:
             return None, None, *[plain[0] if n in op._gradients else None for n in op._tensor_names]
         transforms.check_backward(op.name)
         kept = [*ctx.saved_tensors, *ctx.state]
+        if ctx.versions != op.versions(ctx.call, ctx.state):
+            raise op.changed()
         wanted = ctx.needs_input_grad[2:]
         return None, None, *op.run_backward(ctx.call, ctx.dyn, kept, plain, wanted)
 

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fullgraph.customop import compat
-from fullgraph.customop.deferred import DeferredGradient, no_calls, take
+from fullgraph.customop.deferred import DeferredGradient, count, no_calls, take
 from fullgraph.customop.token import encode, parse
 from fullgraph.errors import CompileError, ConfigError
 from fullgraph.formats import BOTH
 from fullgraph.nn.autocast import check_repetition, current_recipe, recipe_of
 from fullgraph.nn.scaling import ScalingState, saved_state
-from fullgraph.nn.weights import WeightCache, check_main_grad, watch_deferred
+from fullgraph.nn.weights import WeightCache, check_main_grad, watch
+from fullgraph.ops import flops, kept
 from fullgraph.ops.linear import (
     DEFAULT_OPTIONS,
     DEFAULT_OPTIONS_TEXT,
@@ -196,21 +197,25 @@ class Linear(nn.Linear):
             name: what a `CustomRecipe` calls this layer.
 
         Raises:
-            ConfigError: an unknown recipe or option.
+            ConfigError: an unknown recipe or option, or deferred weight gradients would be lost.
         """
-        self.recipe = None if recipe is None else resolve(recipe)
+        recipe = None if recipe is None else resolve(recipe)
+        options = LinearOptions(Wgrad() if wgrad is None else wgrad, save_input, save_weight)
+        if not options.wgrad.deferred:
+            self._refuse_to_lose_gradients("configure")
+        self.recipe = recipe
         self.return_bias = return_bias
         self.layer_name = name
-        self.wgrad = Wgrad() if wgrad is None else wgrad
-        self.save_input, self.save_weight = save_input, save_weight
-        options = LinearOptions(self.wgrad, save_input, save_weight)
+        self.wgrad, self.save_input, self.save_weight = options.wgrad, save_input, save_weight
         self.options_text = encode(options, "Linear options")
+        flops.register()
         self.weight_caches = {}
-        self.deferred_wgrad = None
-        self.statistics = None
-        if self.wgrad.deferred:
+        self.statistics = self.__dict__.get("statistics")
+        if not self.wgrad.deferred:
+            self.deferred_wgrad = None
+        elif self.__dict__.get("deferred_wgrad") is None:
             self.deferred_wgrad = no_calls(self.weight.device)
-            watch_deferred(self)
+            watch(self)
         if "scaling_state" not in self.__dict__:
             self.scaling_state = ScalingState(self.weight.device)
         prepare(self.weight.device)
@@ -232,7 +237,13 @@ class Linear(nn.Linear):
         if "scaling_state" in self.__dict__:  # not yet, when torch.nn.Linear constructs itself
             self.scaling_state.reset()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.__dict__.get("deferred_wgrad") is not None:
+            watch(self)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._refuse_to_lose_gradients("a change of device or dtype")
         super()._apply(fn, recurse)
         self.scaling_state.follow(self.weight.device)
         if self.weight.device.type == "cpu" and self.weight.is_shared():
@@ -277,7 +288,8 @@ class Linear(nn.Linear):
         Args:
             input: float32, bfloat16 or float16 [..., in_features], 1-D to any rank, any strides; or quantized.
             is_first_microbatch: True quantizes the weight and keeps its copies, in buffers of this layer; False uses
-                what True kept, for the other microbatches of a step; None neither. The result is the same.
+                what True kept, for the other microbatches of a step; None neither. The result is the same, as long as
+                neither the weight nor its scale of delayed scaling changes in between.
             quantized_output: return a `QuantizedTensor`, differentiable.
 
         Returns:
@@ -286,8 +298,8 @@ class Linear(nn.Linear):
 
         Raises:
             ShapeError: the last dimension is not in_features.
-            ConfigError: `is_first_microbatch=False` before any True, or after a change of the weight (which is
-                noticed in eager mode only); or `into_main_grad` without a fitting `weight.main_grad`.
+            ConfigError: `is_first_microbatch=False` before any True, or after a change of the weight; or
+                `into_main_grad` without a fitting `weight.main_grad`.
         """
         bias = None if self.return_bias else self.bias
         recipe = recipe_of(self, self.recipe)
@@ -310,7 +322,7 @@ class Linear(nn.Linear):
         )
         return (output, self.bias) if self.return_bias else output
 
-    @torch.compiler.assume_constant_result
+    @compat.runs_while_traced
     def _check_repetition(self, numerics_text: str) -> None:
         """Refuse to compile a repeated forward pass with another recipe; Dynamo calls this while it traces."""
         check_repetition(self, numerics_text)
@@ -329,21 +341,48 @@ class Linear(nn.Linear):
                 why="its backward pass has computed it already",
                 do="construct the layer with wgrad=fullgraph.Wgrad(deferred=True), or do not call this",
             )
-        call = take(self.deferred_wgrad)
-        if call is None:
+        if count(self.deferred_wgrad) == 0:
             raise ConfigError(
                 "Linear: backward_dw() has nothing to compute",
                 why="each backward pass leaves one weight gradient, and it has been taken already",
                 do="call backward_dw() once for each backward pass, after it",
             )
-        main_grad: Any = None
         if self.wgrad.into_main_grad:
             self._check_main_grad()
-            main_grad = self.weight.main_grad
+        if not self.weight.requires_grad:
+            raise ConfigError(
+                "Linear: backward_dw() of a frozen weight",
+                why="it was trained when the backward pass left its gradient, and takes none now",
+                do="call requires_grad_(True) before, or discard_dw()",
+            )
+        call = take(self.deferred_wgrad)
+        assert call is not None
+        main_grad: Any = self.weight.main_grad if self.wgrad.into_main_grad else None
         arguments = WeightGradientArguments(main_grad=main_grad, **call.tensors)
         grad = weight_gradient_op(arguments, token=call.token)
         if main_grad is None or self.wgrad.placeholder_grad:
             torch.autograd.backward(self.weight, grad)
+
+    def discard_dw(self) -> int:
+        """Forget the weight gradients that backward passes have left, as after a step that failed.
+
+        Returns:
+            How many there were.
+        """
+        if self.deferred_wgrad is None:
+            return 0
+        waiting = count(self.deferred_wgrad)
+        self.deferred_wgrad.queue.clear()
+        return waiting
+
+    def _refuse_to_lose_gradients(self, action: str) -> None:
+        leaf = self.__dict__.get("deferred_wgrad")
+        if leaf is not None and count(leaf):
+            raise ConfigError(
+                f"Linear: {action} while {count(leaf)} weight gradients are still to be computed",
+                why="what they are computed from belongs to the layer as it is",
+                do="call backward_dw() for each, or discard_dw(), before",
+            )
 
     def _weight_gradient(self) -> dict[str, Any]:
         """Where the op puts the gradient of the weight, if not into `weight.grad`."""
@@ -356,7 +395,7 @@ class Linear(nn.Linear):
             return {"deferred": self.deferred_wgrad}
         return {"main_grad": self.weight.main_grad} if self.wgrad.into_main_grad else {}
 
-    @torch.compiler.assume_constant_result
+    @compat.runs_while_traced
     def _check_main_grad(self) -> None:
         """Refuse a main_grad that does not fit. Dynamo, which cannot raise our errors, calls this while it traces."""
         check_main_grad(self.weight)
@@ -367,19 +406,23 @@ class Linear(nn.Linear):
             return {}
         if not self._has_weight_cache(is_first, numerics_text):
             return {}
-        cache = self.weight_caches[numerics_text]
-        if not torch.compiler.is_compiling():
-            cache.note(self.weight) if is_first else cache.check(self.weight)
-        return {"weight_cache" if is_first else "cached_weight": cache.quantized}
+        quantized = self.weight_caches[numerics_text].quantized
+        if is_first and not torch.compiler.is_compiling() and compat.is_in_backward():
+            # What checkpointing repeats has to leave copies alone that other microbatches have saved.
+            quantizer = parse(f"numerics={numerics_text}")["numerics"].weight
+            scale = self.scaling_state.forward_scale if quantizer.is_delayed else None
+            is_first = not kept.holds(self.weight, quantizer, scale)
+        return {"weight_cache" if is_first else "cached_weight": quantized}
 
-    @torch.compiler.assume_constant_result
+    @compat.runs_while_traced
     def _has_weight_cache(self, is_first: bool, numerics_text: str) -> bool:
         """Whether a recipe quantizes the weight; the first microbatch makes the buffers.
 
         Dynamo calls this while it traces, so that the buffers exist before the graph that uses them: they are inputs
         of it, with stable addresses, and no warm-up call is needed.
         """
-        if self.weight_caches.get(numerics_text) is not None:
+        cache = self.weight_caches.get(numerics_text)
+        if cache is not None and cache.fits(self.weight):
             return True
         if weight_copies(parse(f"numerics={numerics_text}")["numerics"]) is None:
             return False
@@ -390,6 +433,7 @@ class Linear(nn.Linear):
                 do="pass is_first_microbatch=True to the first microbatch of each step",
             )
         self.weight_caches[numerics_text] = WeightCache(self.weight.detach(), numerics_text)
+        watch(self)
         return True
 
     def _statistics(self) -> dict[str, Any]:
@@ -438,8 +482,8 @@ class Linear(nn.Linear):
 def make_weight_caches(model: nn.Module) -> int:
     """Make the buffers of `is_first_microbatch` for every layer of a model at once.
 
-    The first microbatch makes those of its layer, so this is needed only where layers share one compiled graph (regional
-    compilation): a layer without buffers would be compiled anew for them.
+    The first microbatch makes those of its layer, so this is needed only where layers share one compiled graph
+    (regional compilation): a layer without buffers would be compiled anew for them.
 
     Args:
         model: any module; its `fg.Linear` layers use their own recipe, or that of the enclosing `fg.autocast`.

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullgraph.customop.deferred import count
-from fullgraph.customop.structured import map_parts
+from fullgraph.customop.structured import StructuredTensor, map_parts
 from fullgraph.customop.token import parse
 from fullgraph.errors import ConfigError, describe
+from fullgraph.ops import kept
 from fullgraph.ops.linear import cast_layout, weight_copies
 from fullgraph.tensor import QuantizedTensor
 
@@ -29,7 +30,6 @@ class WeightCache:
 
     Attributes:
         quantized: the copies; NaN until the first microbatch has filled them.
-        version: of the weight when it was quantized, if that was in eager mode.
     """
 
     def __init__(self, weight: Tensor, numerics_text: str) -> None:
@@ -42,28 +42,12 @@ class WeightCache:
         )
         with torch.inference_mode(False), torch.no_grad():
             self.quantized = QuantizedTensor(map_parts(lambda s: _not_a_number(s.empty()), spec))
-        self.version: int | None = None
+        self._form = weight.shape, weight.dtype, weight.device
+        kept.forget(weight)
 
-    def note(self, weight: Tensor) -> None:
-        """Remember which version of the weight was quantized."""
-        self.version = None if weight.is_inference() else weight._version
-
-    def check(self, weight: Tensor) -> None:
-        """Refuse copies of an older version of the weight.
-
-        Raises:
-            ConfigError: the weight has changed.
-        """
-        if (
-            self.version is not None
-            and not weight.is_inference()
-            and weight._version != self.version
-        ):
-            raise ConfigError(
-                "Linear: is_first_microbatch=False, but the weight has changed since the first microbatch",
-                why="its quantized copies are those of the weight before the change",
-                do="pass is_first_microbatch=True to the first microbatch after each optimizer step, or None",
-            )
+    def fits(self, weight: Tensor) -> bool:
+        """Whether copies of a weight of this form have room here."""
+        return self._form == (weight.shape, weight.dtype, weight.device)
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -90,49 +74,71 @@ def check_main_grad(weight: Tensor) -> None:
             do="set layer.weight.main_grad = torch.zeros(layer.weight.shape, dtype=torch.float32, device=...) "
             "before the first forward pass",
         )
-    fits = (
-        tuple(main_grad.shape) == tuple(weight.shape)
-        and main_grad.dtype in (torch.float32, torch.bfloat16)
-        and main_grad.device == weight.device
-    )
-    if not fits:
+    wrong = _wrong_with(main_grad, weight)
+    if wrong:
         raise ConfigError(
-            f"Linear: main_grad must be float32 or bfloat16 {list(weight.shape)} on {weight.device}, "
-            f"got {describe(main_grad)} on {main_grad.device}",
-            why="the gradient of the weight is added to it in place",
-            do="make it anew after changes of shape or device",
+            f"Linear: main_grad must be float32 or bfloat16 {list(weight.shape)} on {weight.device}, {wrong}",
+            why="the gradient of the weight is added to it in place, outside of autograd",
+            do="make it anew after changes of shape or device, with torch.zeros(...)",
         )
 
 
-_DEFERRING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+def _wrong_with(main_grad: Any, weight: Tensor) -> str:
+    """What keeps an object from taking the gradient of a weight; "" if nothing does."""
+    if not isinstance(main_grad, Tensor) or isinstance(main_grad, StructuredTensor):
+        return f"got a {type(main_grad).__name__}"
+    shape = tuple(main_grad.shape) == tuple(weight.shape)
+    dtype = main_grad.dtype in (torch.float32, torch.bfloat16)
+    if not (shape and dtype and main_grad.device == weight.device):
+        return f"got {describe(main_grad)} on {main_grad.device}"
+    if main_grad.layout != torch.strided:
+        return f"got one that is {main_grad.layout}"
+    if main_grad.requires_grad:
+        return "got one that requires a gradient itself"
+    if main_grad.is_inference():
+        return "got one that was made in inference mode"
+    if any(
+        size > 1 and stride == 0
+        for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)
+    ):
+        return "got an expanded one, whose elements share memory"
+    return ""
 
 
-def watch_deferred(layer: nn.Module) -> None:
-    """Warn when an optimizer steps while weight gradients of a layer are still to be computed.
+_WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Layers that have kept copies of their weight, or defer its gradient."""
+_is_watching: list[bool] = []
+
+
+def watch(layer: nn.Module) -> None:
+    """Have optimizer steps count kept copies of a weight as old, and warn of gradients that are still to be computed.
+
+    Optimizers may change weights without autograd's noticing: fused ones do.
 
     Args:
-        layer: with attributes `weight` and `deferred_wgrad`.
+        layer: with attributes `weight`, `weight_caches` and `deferred_wgrad`.
     """
-    if not _DEFERRING:
-        register_optimizer_step_pre_hook(_warn_of_deferred)
-    _DEFERRING.add(layer)
+    if not _is_watching:
+        register_optimizer_step_pre_hook(_before_step)
+        _is_watching.append(True)
+    _WATCHED.add(layer)
 
 
-def _warn_of_deferred(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left = [
-        waiting
-        for layer in _DEFERRING
-        if id(layer.weight) in stepped and (waiting := count(layer.deferred_wgrad))  # type: ignore[arg-type]
-    ]
-    if left:
+    layers: list[Any] = [layer for layer in _WATCHED if id(layer.weight) in stepped]
+    for layer in layers:
+        if layer.weight_caches:
+            kept.forget(layer.weight)
+    waiting = [count(d) for layer in layers if (d := layer.deferred_wgrad) is not None]
+    if any(waiting):
         warnings.warn(
-            f"{sum(left)} weight gradients of {len(left)} layers are still to be computed: this optimizer step goes "
-            "without them.\n"
+            f"{sum(waiting)} weight gradients of {sum(map(bool, waiting))} layers are still to be computed: this "
+            "optimizer step goes without them.\n"
             "Why: these layers have wgrad=Wgrad(deferred=True).\n"
-            "Do: call layer.backward_dw() once for each backward pass, before the step.",
+            "Do: call layer.backward_dw() once for each backward pass, before the step; or layer.discard_dw().",
             UserWarning,
             stacklevel=4,
         )

@@ -5,11 +5,11 @@ Without a formula an op counts as free, and a partitioner with a memory budget w
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from fullgraph.ops.linear import linear_op, weight_gradient_op
 
@@ -58,7 +58,12 @@ def _flops(plan: Any, left: Any, size: Any) -> int:
     return 2 * math.prod(left.shape) * size * len(gemms)
 
 
-_ops = torch.ops.fullgraph
-register_flop_formula(_ops.linear_forward, get_raw=True)(forward_flops)
-register_flop_formula(_ops.linear_backward, get_raw=True)(backward_flops)
-register_flop_formula(_ops.linear_weight_gradient_forward, get_raw=True)(weight_gradient_flops)
+@functools.cache
+def register() -> None:
+    """Tell torch. The first layer does it, not the import of this package: torch's counter imports Triton."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    ops = torch.ops.fullgraph
+    register_flop_formula(ops.linear_forward, get_raw=True)(forward_flops)
+    register_flop_formula(ops.linear_backward, get_raw=True)(backward_flops)
+    register_flop_formula(ops.linear_weight_gradient_forward, get_raw=True)(weight_gradient_flops)

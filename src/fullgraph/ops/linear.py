@@ -34,6 +34,7 @@ from fullgraph.customop.token import Encoded, encode
 from fullgraph.errors import ConfigError, ShapeError, check_flags, describe
 from fullgraph.formats import BOTH, COLUMNWISE, ROWWISE, Orientation, Scaling
 from fullgraph.gemm import GemmBackend
+from fullgraph.ops import kept
 from fullgraph.ops.scaling import count_use
 from fullgraph.ops.statistics import record
 from fullgraph.quantizers import as_matrix
@@ -289,13 +290,7 @@ def forward(plan: Plan, a: Any) -> dict[str, Any]:
         count_use(a.forward_scale, a.scaling_rule)  # no compiler copies what is only read
     layout = cast_layout(numerics, a.input.device)
     input = _quantized("input", a, decisions, layout, _forward_state(a, 0), a.forward_statistics)
-    weight = _quantized("weight", a, decisions, layout, _forward_state(a, 1), a.forward_statistics)
-    if a.weight_cache is not None:
-        for kept, made in zip(flatten(a.weight_cache), flatten(weight), strict=True):
-            kept.copy_(made)
-        weight = a.weight_cache
-    elif a.cached_weight is not None:
-        weight = a.cached_weight
+    weight = _weight(a, decisions, layout)
     if decisions.gemms["fprop"] is not None:
         output = _gemm(
             "fprop",
@@ -323,6 +318,21 @@ def forward(plan: Plan, a: Any) -> dict[str, Any]:
     if "forward_scale" in plan.saved:
         results["forward_scale"] = a.forward_scale.clone()
     return results
+
+
+def _weight(a: Any, decisions: Decisions, layout: Layout) -> Any:
+    """The weight as fprop and dgrad get it, perhaps kept from an earlier microbatch or for later ones."""
+    if a.cached_weight is not None:
+        kept.check(a.weight, a.numerics.weight)
+        return a.cached_weight
+    cache = a.weight_cache
+    weight = _quantized("weight", a, decisions, layout, _forward_state(a, 1), a.forward_statistics)
+    if cache is None:
+        return weight
+    for target, made in zip(flatten(cache), flatten(weight), strict=True):
+        target.copy_(made)
+    kept.note(a.weight, a.numerics.weight, a.forward_scale)
+    return cache
 
 
 def plan_backward(a: Any) -> Plan:
