@@ -88,9 +88,10 @@ def build(recipe: str, choice: str) -> Blocks:
         model = Blocks(2, recompute=choice == CHECKPOINTED).to(torch.bfloat16)
     if recipe != "bf16":
         fg.convert(model, recipe)
+        options: dict[str, Any] = {**CHOICES.get(choice, {})}
         for layer in model.modules():
             if isinstance(layer, fg.Linear):
-                layer.configure(recipe, **CHOICES.get(choice, {}))
+                layer.configure(recipe, **options)
     return model
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fullgraph as fg
+from fullgraph.customop.deferred import count
 from fullgraph.customop.graphs import GraphRecorder
 from fullgraph.recipes import CustomRecipe, Role
 from linear_cases import E4M3, assert_same_results, bytes_of, same_random_numbers, state_of
@@ -514,12 +515,11 @@ class Training:
         with fg.autocast(self.setup.recipe):
             return self.model(x, is_first)
 
-    def _backward(self, output, grad_output):
-        output.backward(grad_output)
-        if wgrad_of(self.setup).deferred:
-            for layer in self.model.linears:
-                if layer.weight.requires_grad:
-                    layer.backward_dw()
+    def _deferred(self):
+        """Compute what backward passes have left, oldest first, once all microbatches are through."""
+        for layer in self.model.linears:
+            while layer.deferred_wgrad is not None and count(layer.deferred_wgrad):
+                layer.backward_dw()
 
     def _passes(self, forward, inputs, grad_outputs):
         """All microbatches, those in flight together forward before any of them backward."""
@@ -532,7 +532,8 @@ class Training:
                 flying.append(forward(inputs[i], **is_first))
             outputs += [output.detach().clone() for output in flying]
             for output, i in zip(flying, part, strict=True):
-                self._backward(output, grad_outputs[i])
+                output.backward(grad_outputs[i])
+        self._deferred()
         return outputs
 
     def _whole(self, inputs, grad_outputs):

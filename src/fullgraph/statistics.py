@@ -398,8 +398,19 @@ def _line(record: TensorStatistics) -> str:
     return json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n"
 
 
+_OPEN: weakref.WeakValueDictionary[Path, TextIO] = weakref.WeakValueDictionary()
+"""Files that collections write."""
+
+
 def _open(path: Path, first_step: int) -> TextIO:
     """The file to write to, with the lines that it keeps."""
+    other = _OPEN.get(path.resolve())
+    if other is not None and not other.closed:
+        raise ConfigError(
+            f"collect_statistics: {path} is being written by another collection",
+            why="each collection writes its own file from the start",
+            do="choose another place, or close() the other one first",
+        )
     kept = []
     if first_step > 1 and path.exists():
         kept = [record for record in read_statistics(path) if record.step < first_step]
@@ -411,6 +422,7 @@ def _open(path: Path, first_step: int) -> TextIO:
         ) from error
     stream.writelines(_line(record) for record in kept)
     stream.flush()
+    _OPEN[path.resolve()] = stream
     return stream
 
 

@@ -18,6 +18,7 @@ from fullgraph.customop import cuda_graph_lint as cuda_graph_lint
 from fullgraph.customop.graphs import GraphRecorder, isolated, recompile_reason, run_both_ways
 from fullgraph.customop.structured import StructuredTensor
 from fullgraph.errors import describe
+from fullgraph.nn.scaling import preserved
 
 __all__ = [
     "Call",
@@ -139,6 +140,7 @@ def assert_compiles_once(
     for number, given in enumerate(calls, 1):
         made = given if isinstance(given, Call) else Call(given, {})
         with contextlib.ExitStack() as stack:
+            stack.enter_context(preserved(function))
             for context in made.contexts:
                 stack.enter_context(context)
             reason = recompile_reason(function, run, made.args, dict(made.kwargs))

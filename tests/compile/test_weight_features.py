@@ -729,3 +729,33 @@ def test_options_can_be_changed():
         assert layer.weight.main_grad.any() == into_main_grad
         assert (layer.weight.grad is None) == into_main_grad
     assert graphs() == 2
+
+
+def test_looking_at_a_layer_changes_no_gradient():
+    x, grad_output = batch(8)
+    summed = with_main_grad(layer_of("fp8-current", wgrad=fg.Wgrad(into_main_grad=True)))
+    summed.weight.main_grad.fill_(3.0)
+    deferring = layer_of("fp8-current", wgrad=fg.Wgrad(deferred=True))
+    deferring(x).backward(grad_output)
+    for layer in (summed, deferring):
+        fg.explain(layer, x)
+        fg.testing.assert_compiles_once(layer, (x,), (batch(9)[0],), dynamic=True)
+    assert torch.equal(summed.weight.main_grad, torch.full((N, K), 3.0))
+    assert count(deferring.deferred_wgrad) == 1
+
+
+def test_new_graphs_while_gradients_wait():
+    """Dynamo looks into the gradients of its inputs."""
+    layer = layer_of("fp8-current", wgrad=fg.Wgrad(deferred=True))
+    function = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (layer, function):
+        torch.manual_seed(0)
+        layer.zero_grad()
+        for tokens in (8, 16, 24):
+            x, grad_output = batch(tokens)
+            run(x, is_first_microbatch=tokens == 8).backward(grad_output)
+        for _ in range(3):
+            layer.backward_dw()
+        results.append(layer.weight.grad.clone())
+    assert_same_bits(*results)

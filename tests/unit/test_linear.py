@@ -686,3 +686,15 @@ def test_repr_names_recipe_and_quantized_weight():
     assert "quantized_weight=True" in text
     assert "recipe=None" in repr(fg.Linear(K, N))
     assert "quantized_weight" not in repr(fg.Linear(K, N))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("recipe", LOW_PRECISION)
+def test_a_gradient_scaler_sees_an_overflow(recipe, dtype):
+    """Behind a cast that saturates an infinite gradient would be finite."""
+    layer = fg.Linear(K, N, bias=False, dtype=dtype, recipe=recipe)
+    x, grad_output = batch(24, dtype=dtype)
+    grad_output[3, 5] = torch.inf
+    layer(x.requires_grad_()).backward(grad_output)
+    assert not layer.weight.grad.isfinite().all()
+    assert not x.grad.isfinite().all()

@@ -107,7 +107,7 @@ def step_of_microbatches(recipe, shape, override, options):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_kept_is_padded_too(monkeypatch, recipe, override, options):
     if override is not None and recipe == "fp8-delayed":
-        with pytest.raises(fg.errors.ConfigError):
+        with pytest.raises(fg.errors.ConfigError, match="backward_override"):
             fg.recipes.DelayedScaling(backward_override=override)
         return
     for shape in ((13, 48, 7), (2, 3, 33, 17, 5), (24, 712, 31), (1, 1, 1)):

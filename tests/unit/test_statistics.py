@@ -604,3 +604,13 @@ def test_oracle_ranges():
         table = oracles.finite_values(name)
         assert table[-1] == largest
         assert end == largest + (table[-1] - table[-2]) / 2
+
+
+def test_two_collections_cannot_write_one_file(tmp_path):
+    first, second = (fg.Linear(32, 8, recipe="mxfp8") for _ in range(2))
+    path = tmp_path / "statistics.jsonl"
+    with fg.collect_statistics(first, path=path):
+        with pytest.raises(ConfigError, match="being written by another collection"):
+            fg.collect_statistics(second, path=path)
+        assert second.statistics is None
+    fg.collect_statistics(second, path=path).close()

@@ -5,6 +5,7 @@ Supported: torch 2.11 to 2.15. What lives here is checked by tests/compile on ea
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -62,6 +63,11 @@ def mark_no_version_check(tensors: Iterable[torch.Tensor]) -> None:
 def is_tracing() -> bool:
     """Whether AOTAutograd, or `make_fx`, records this very call."""
     return proxy_tensor.get_proxy_mode() is not None
+
+
+def unchanged(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Versions of tensors are afterwards what they were, though an op ran that declares to change them."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def runs_while_traced(method: Any) -> Any:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from fullgraph.customop import compat
 from fullgraph.customop.deferred import DeferredGradient, count, no_calls, take
+from fullgraph.customop.structured import flatten
 from fullgraph.customop.token import encode, parse
 from fullgraph.errors import CompileError, ConfigError
 from fullgraph.formats import BOTH
 from fullgraph.nn.autocast import check_repetition, current_recipe, recipe_of
 from fullgraph.nn.scaling import ScalingState, saved_state
 from fullgraph.nn.weights import WeightCache, check_main_grad, watch
-from fullgraph.ops import flops, kept
+from fullgraph.ops import flops
 from fullgraph.ops.linear import (
     DEFAULT_OPTIONS,
     DEFAULT_OPTIONS_TEXT,
@@ -106,6 +107,10 @@ def _linear(
             prepare(input.device)
         order = order_of(input.device)
     arguments = LinearArguments(input, weight, bias, seed=seed, draw_order=order, **state)
+    cache = arguments.weight_cache
+    if cache is not None and not torch.compiler.is_compiling() and compat.is_in_backward():
+        with compat.unchanged(flatten(cache)):  # repeated, the op leaves kept copies as they are
+            return linear_op(arguments, token=token)
     return linear_op(arguments, token=token)
 
 
@@ -357,8 +362,10 @@ class Linear(nn.Linear):
             )
         call = take(self.deferred_wgrad)
         assert call is not None
-        main_grad: Any = self.weight.main_grad if self.wgrad.into_main_grad else None
-        arguments = WeightGradientArguments(main_grad=main_grad, **call.tensors)
+        weight: Any = self.weight
+        main_grad = weight.main_grad if self.wgrad.into_main_grad else None
+        operands: dict[str, Any] = {**call.tensors, "main_grad": main_grad}
+        arguments = WeightGradientArguments(**operands)
         grad = weight_gradient_op(arguments, token=call.token)
         if main_grad is None or self.wgrad.placeholder_grad:
             torch.autograd.backward(self.weight, grad)
@@ -393,7 +400,8 @@ class Linear(nn.Linear):
             self._check_main_grad()
         if self.wgrad.deferred:
             return {"deferred": self.deferred_wgrad}
-        return {"main_grad": self.weight.main_grad} if self.wgrad.into_main_grad else {}
+        weight: Any = self.weight
+        return {"main_grad": weight.main_grad} if self.wgrad.into_main_grad else {}
 
     @compat.runs_while_traced
     def _check_main_grad(self) -> None:
@@ -407,11 +415,6 @@ class Linear(nn.Linear):
         if not self._has_weight_cache(is_first, numerics_text):
             return {}
         quantized = self.weight_caches[numerics_text].quantized
-        if is_first and not torch.compiler.is_compiling() and compat.is_in_backward():
-            # What checkpointing repeats has to leave copies alone that other microbatches have saved.
-            quantizer = parse(f"numerics={numerics_text}")["numerics"].weight
-            scale = self.scaling_state.forward_scale if quantizer.is_delayed else None
-            is_first = not kept.holds(self.weight, quantizer, scale)
         return {"weight_cache" if is_first else "cached_weight": quantized}
 
     @compat.runs_while_traced

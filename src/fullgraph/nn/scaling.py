@@ -372,19 +372,35 @@ def attach(
 
 @contextlib.contextmanager
 def preserved(model: Any) -> Iterator[None]:
-    """Scales and amaxes of a model are afterwards what they were; for running it to look at it.
+    """Scales, amaxes, `main_grad` and deferred gradients of a model are afterwards what they were; to look at a run.
 
     Args:
         model: a module; anything else has none.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    states = [m.scaling_state for m in modules if hasattr(m, "scaling_state")]
-    before = [(state.scales(), state.history()) for state in states]  # type: ignore[union-attr]
+    layers: list[Any] = [m for m in modules if hasattr(m, "scaling_state")]
+    scales = [(layer.scaling_state.scales(), layer.scaling_state.history()) for layer in layers]
+    buffers = {
+        id(b): b
+        for layer in layers
+        if layer.wgrad.into_main_grad and (b := _main_grad(layer)) is not None
+    }
+    sums = {key: buffer.clone() for key, buffer in buffers.items()}
+    queues = [leaf.queue for layer in layers if (leaf := layer.deferred_wgrad) is not None]
+    waiting = [list(queue) for queue in queues]
     try:
         yield
     finally:
-        for state, kept in zip(states, before, strict=True):
-            state.load(*kept)  # type: ignore[union-attr]
+        for layer, kept in zip(layers, scales, strict=True):
+            layer.scaling_state.load(*kept)
+        for key, buffer in buffers.items():
+            buffer.copy_(sums[key])
+        for queue, calls in zip(queues, waiting, strict=True):
+            queue[:] = calls
+
+
+def _main_grad(layer: Any) -> Tensor | None:
+    return getattr(layer.weight, "main_grad", None)
 
 
 def _not_a_model(name: str, model: Any) -> ConfigError:

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from fullgraph import customop, gemm
 from fullgraph._version import __version__
-from fullgraph.customop import FROM_TOKEN, Carry, Mut, Pass, Plan, Planned, TensorSpec
+from fullgraph.customop import FROM_TOKEN, Carry, Mut, Pass, Plan, Planned, TensorSpec, compat
 from fullgraph.customop.structured import flatten
 from fullgraph.customop.token import Encoded, encode
 from fullgraph.errors import ConfigError, ShapeError, check_flags, describe
@@ -326,6 +326,10 @@ def _weight(a: Any, decisions: Decisions, layout: Layout) -> Any:
         kept.check(a.weight, a.numerics.weight)
         return a.cached_weight
     cache = a.weight_cache
+    # What checkpointing repeats has to leave copies alone that other microbatches have saved.
+    is_repeated = cache is not None and compat.is_in_backward()
+    if is_repeated and kept.holds(a.weight, a.numerics.weight, a.forward_scale):
+        return cache
     weight = _quantized("weight", a, decisions, layout, _forward_state(a, 1), a.forward_statistics)
     if cache is None:
         return weight
@@ -396,7 +400,7 @@ def plan_backward(a: Any) -> Plan:
 def backward(plan: Plan, a: Any) -> dict[str, Any]:
     """Execute a backward plan on `LinearBackwardArguments` of tensors and parts."""
     numerics, decisions = a.numerics, plan.decisions
-    if "grad_output" in decisions.copies and a.grad_output.dtype == torch.float16:
+    if "grad_output" in decisions.copies and a.grad_output.dtype != torch.bfloat16:
         # An FP8 cast makes infinity finite, which would hide an overflow from a gradient scaler. NaN stays.
         a.grad_output = a.grad_output.nan_to_num(math.nan, math.nan, math.nan)
     grad_output = as_matrix(a.grad_output)
