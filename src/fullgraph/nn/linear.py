@@ -338,7 +338,8 @@ class Linear(nn.Linear):
         It is added to `weight.grad`, or to `weight.main_grad`, and hooks of the weight run.
 
         Raises:
-            ConfigError: the layer defers nothing, or no backward pass has left anything.
+            ConfigError: the layer defers nothing, no backward pass has left anything, an operand was changed in place
+                since, the weight is frozen, or its `main_grad` does not fit. Nothing is lost.
         """
         if self.deferred_wgrad is None:
             raise ConfigError(
