@@ -261,3 +261,13 @@ def test_not_callable():
 def test_again_must_be_a_tuple():
     with pytest.raises(ConfigError, match="again must be a tuple of arguments, got Tensor"):
         explain(Linear(8, 8), torch.ones(2, 8), again=torch.ones(3, 8))
+
+
+def test_a_reason_after_compiled_autograd():
+    """Torch then numbers its graphs otherwise, for the rest of the process."""
+    layer = Linear(32, 8, recipe="fp8-current")
+    x = torch.randn(3, 32)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda x: layer(x).sum().backward(), backend="eager")(x)
+    report = explain(layer, x, again=(torch.randn(5, 32),))
+    assert "recompiled because input.shape[0] was" in str(report)

@@ -205,7 +205,7 @@ def recompile_reason(
     if message is None:
         return None
     # "- 0/0: <guard>   # <source line>", one for each compiled version, then perhaps a stack trace
-    guards = re.findall(r"^ *- \d+/\d+: (.*?)(?:  +#.*)?$", message, re.MULTILINE)
+    guards = re.findall(r"^ *- [!\d/]+: (.*?)(?:  +#.*)?$", message, re.MULTILINE)
     names = Names(function, args, kwargs)
     return "; ".join(dict.fromkeys([in_words(guard, names) for guard in guards])) or message
 
