@@ -62,7 +62,8 @@ def train(layer, function=None, *, caches=False, order=None, between=lambda laye
         between: called between the backward passes and the optimizer.
     """
     function = layer if function is None else function
-    data = [batch(16 + 8 * i) for i in range(MICROBATCHES)]
+    # None of N tokens: torch 2.14 compares sizes of quantized tensors that leave a graph, and makes one for that.
+    data = [batch(18 + 8 * i) for i in range(MICROBATCHES)]
     results = {}
     for step in range(STEPS):
         with same_random_numbers(step):
@@ -759,3 +760,19 @@ def test_new_graphs_while_gradients_wait():
             layer.backward_dw()
         results.append(layer.weight.grad.clone())
     assert_same_bits(*results)
+
+
+def test_as_many_tokens_as_features_cost_one_graph_at_most():
+    layer = layer_of("fp8-current", wgrad=fg.Wgrad(deferred=True))
+    function = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (layer, function):
+        torch.manual_seed(0)
+        layer.zero_grad()
+        for tokens in (8, 16, N, 24, N):
+            x, grad_output = batch(tokens)
+            run(x).backward(grad_output)
+            layer.backward_dw()
+        results.append(layer.weight.grad.clone())
+    assert_same_bits(*results)
+    assert graphs() == (3 if torch.__version__ >= "2.14" else 2)
